@@ -40,7 +40,7 @@ def inputs(gate="scalar", gated=True, N=1, rows=1, taps=2):
 def run(x, dtype, *, layout=None, frozen=(), backend="triton", **options):
     """y and the gradients of all tensors that are not frozen."""
     leaves = {name: t.to(DEVICE, dtype).requires_grad_(name not in frozen) for name, t in x.items()}
-    taps = tuple(leaves[f"taps{i}"] for i in range(3))
+    taps = leaves["taps"] if "taps" in leaves else tuple(leaves[f"taps{i}"] for i in range(3))
     projected = leaves["projected"] if layout else tuple(leaves.get(name) for name in ("q", "k", "v", "g", "beta", "z"))
     if not layout and leaves.get("z") is None:
         options["norm_activation"] = None
@@ -56,14 +56,16 @@ def packed(x, gated=True):
     names = ("q", "k", "v", *(("z",) if gated else ()), "g", "beta")
     rest = {name: t for name, t in x.items() if name not in names}
     projected = torch.cat([x[name].flatten(2) for name in names], -1)
-    return rest | {"projected": projected}, Layout.adjoining(H, HV, K, V, gated=gated)
+    return rest | {"projected": projected}, Layout.adjoining(H, HV, K, V, (names,))
 
 
 def split(d, gated=True):
-    """Gradients of a packed projection as those of its parts."""
+    """Gradients of packed tensors as those of their parts."""
     sizes = {"q": H * K, "k": H * K, "v": HV * V} | ({"z": HV * V} if gated else {}) | {"g": HV, "beta": HV}
-    parts = d["projected"].split([*sizes.values()], -1)
-    return {name: t for name, t in d.items() if name != "projected"} | dict(zip(sizes, parts, strict=True))
+    parts = dict(zip(sizes, d["projected"].split([*sizes.values()], -1), strict=True))
+    if "taps" in d:
+        parts |= zip(("taps0", "taps1", "taps2"), d["taps"].split([H * K, H * K, HV * V]), strict=True)
+    return {name: t for name, t in d.items() if name not in ("projected", "taps")} | parts
 
 
 def assert_close(name, got, want):
@@ -111,12 +113,15 @@ def test_separate_projections(parts_refused, gate, bounds):
 
 @pytest.mark.parametrize("bounds", [None, (0, 3, 3, 70, T - 2)], ids=["whole", "packed"])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("taps", [2, 3])
+@pytest.mark.parametrize("taps", [2, 3, None], ids=["2", "3", "one"])
 def test_packed_projection(parts_refused, gated, bounds, taps):
-    x, options = inputs(gated=gated, rows=1 if bounds else 2, taps=taps), {"allow_neg_eigval": True}
+    """Taps are [D, W], [D, 1, W], or one tensor for q, k and v."""
+    x, options = inputs(gated=gated, rows=1 if bounds else 2, taps=taps or 3), {"allow_neg_eigval": True}
     if bounds:
         options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     together, layout = packed(x, gated)
+    if taps is None:
+        together["taps"] = torch.cat([together.pop(f"taps{i}") for i in range(3)])
     more = options | ({} if gated else {"norm_activation": None})
     y, d = run(together, torch.float32, layout=layout, **more)
     assert_same((y, split(d, gated)), truth(parts_refused, x, **options))
@@ -144,6 +149,31 @@ def test_heads_apart(parts_refused):
     for name, place in places.items():
         part = found[..., place.offset : place.offset + max(place.width, 1)]
         assert_close(name, part.reshape(true_d[name].shape), true_d[name])
+
+
+@pytest.mark.parametrize("width", [V, 2 * V], ids=["one width", "wide values"])
+def test_two_projections_with_groups_of_heads(parts_refused, width):
+    """As in Qwen3-Next: a key head and its value heads adjoin in the first projection, their gates in the second."""
+    x = inputs()
+    x |= {"v": random(1, T, HV, width, seed=2), "z": random(1, T, HV, width, seed=5)}
+    x |= {"taps2": random(HV * width, W, seed=22, scale=0.5), "norm_weight": 1 + random(width, seed=32, scale=0.1)}
+    sources = ("q", "k", "v", "z"), ("beta", "g")
+    projected = [torch.cat([x[n].reshape(1, T, H, -1) for n in names], -1) for names in sources]
+    layout = Layout.adjoining(H, HV, K, width, sources, by_key_head=True)
+    rest = {n: t for n, t in x.items() if n not in Layout._fields}
+    leaves = {n: t.to(DEVICE, torch.float32).requires_grad_() for n, t in rest.items()}
+    given = [t.flatten(2).to(DEVICE, torch.float32).requires_grad_() for t in projected]
+    taps = [leaves[f"taps{i}"] for i in range(3)]
+    parameters = (leaves[name] for name in ("A_log", "dt_bias", "norm_weight"))
+    y = mix(given, taps, *parameters, layout=layout, backend="triton")
+    dy = random(*y.shape, seed=50).to(DEVICE, torch.float32)
+    d = torch.autograd.grad(y, [*given, *leaves.values()], dy)
+    true, true_d = truth(parts_refused, x)
+    assert_same((y.detach(), dict(zip(leaves, d[2:], strict=True))), (true, {n: true_d[n] for n in leaves}))
+    for source, names in enumerate(sources):
+        sizes = [true_d[n].reshape(1, T, H, -1).shape[-1] for n in names]
+        for name, t in zip(names, d[source].view(1, T, H, -1).split(sizes, -1), strict=True):
+            assert_close(name, t.reshape(true_d[name].shape), true_d[name])
 
 
 def slices(x):
@@ -210,7 +240,9 @@ def test_no_tokens(parts_refused):
     ("change", "message"),
     [
         ({"projected": "narrow"}, "projected: expected the layout's width"),
-        ({"layout": "gap"}, "layout: expected a place for beta, got None"),
+        ({"layout": "gap"}, "beta: expected a tensor"),
+        ({"layout": "twice"}, "layout: expected heads that cover each token once"),
+        ({"layout": "uneven"}, "layout: expected groups of v that adjoin"),
         ({"norm_eps": -1.0}, "eps: expected"),
         ({"lower_bound": 3.0}, "lower_bound: expected"),
         ({"gate": "vector"}, "gate: expected 'scalar' or 'channel', got 'vector'"),
@@ -221,8 +253,13 @@ def test_bad_input(change, message):
     x, layout = packed(inputs())
     if change.get("projected"):
         x["projected"] = x["projected"][..., 1:]
-    if change.get("layout"):
-        layout = layout._replace(beta=None, g=Place(layout.g.offset, 2 * HV, 0, 1))
+    match change.get("layout"):
+        case "gap":
+            layout = layout._replace(beta=None, g=Place(layout.g.offset, 2 * HV, 0, 1))
+        case "twice":
+            layout = layout._replace(k=layout.q)
+        case "uneven":
+            layout = layout._replace(v=layout.v._replace(together=HV - 1))
     options = {name: value for name, value in change.items() if name not in ("projected", "layout")}
     with pytest.raises(ValueError, match=message):
         run(x, torch.float32, layout=layout, **options)

@@ -122,7 +122,7 @@ class ScalarGateMixer(DeltaMixer):
         if projected is None:
             return super()._project(x)
         sizes = self.num_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
-        return projected, Layout.adjoining(*sizes, gated=self.use_gate)
+        return projected, Layout.adjoining(*sizes, (("q", "k", "v", *(("z",) if self.use_gate else ()), "g", "beta"),))
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""

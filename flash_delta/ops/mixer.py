@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flash_delta.ops._check.options import refuse
@@ -15,61 +17,72 @@ from flash_delta.problem import Mixed
 
 
 class Place(NamedTuple):
-    """Where heads lie in a token of a packed projection: from ``offset`` on, each ``width`` numbers wide, and ``pitch``
-    numbers from one to the next. Gates are one number per head; their width is 0."""
+    """Where heads lie in a token of a packed projection: from ``offset`` on, each ``width`` numbers wide. Groups of
+    ``together`` heads adjoin, and ``pitch`` is the number from one group to the next. Gates are one number per head;
+    their width is 0. ``source`` is the index of the projection, if there are several."""
 
     offset: int
     heads: int
     width: int
     pitch: int
+    together: int = 1
+    source: int = 0
 
 
 NOWHERE = Place(0, 0, 0, 0)
+NAMES = ("q", "k", "v", "z", "g", "beta")
 
 
 class Layout(NamedTuple):
-    """Where a packed projection has q, k, v, g, beta and z. What is None is given as a tensor of its own.
+    """Where packed projections have q, k, v, g, beta and z. There may be no z.
 
     Example:
         >>> from flash_delta.ops import Layout
         >>> layout = Layout.adjoining(H=2, HV=4, K=16, V=32)
-        >>> layout.v.offset, layout.width
-        (64, 328)
+        >>> layout.v.offset, layout.widths
+        (64, (328,))
     """
 
-    q: Place | None = None
-    k: Place | None = None
-    v: Place | None = None
-    g: Place | None = None
-    beta: Place | None = None
+    q: Place
+    k: Place
+    v: Place
+    g: Place
+    beta: Place
     z: Place | None = None
 
     @classmethod
-    def adjoining(cls, H: int, HV: int, K: int, V: int, gated: bool = True) -> Layout:
-        """q, k, v, z, g and beta one after the other, with one g per value head. Without ``gated`` there is no z."""
-        places, offset = {}, 0
-        for name, heads, width in (
-            ("q", H, K),
-            ("k", H, K),
-            ("v", HV, V),
-            ("z", HV if gated else 0, V),
-            ("g", HV, 0),
-            ("beta", HV, 0),
-        ):
-            size = max(width, 1)
-            places[name] = Place(offset, heads, width, size)
-            offset += heads * size
+    def adjoining(
+        cls, H: int, HV: int, K: int, V: int, sources: Sequence[Sequence[str]] = (NAMES,), by_key_head: bool = False
+    ) -> Layout:
+        """Projections with one g per value head. ``sources`` names what each of them has, one after the other, by
+        default q, k, v, z, g and beta in one. ``by_key_head``: each key head has all of its own, its value heads
+        included, before the next key head begins."""
+        shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "z": (HV, V), "g": (HV, 0), "beta": (HV, 0)}
+        places = {}
+        for source, names in enumerate(sources):
+            sizes = {name: shapes[name][0] * max(shapes[name][1], 1) for name in names}
+            offset, pitch = 0, sum(sizes.values()) // H
+            for name in names:
+                heads, width = shapes[name]
+                if by_key_head:
+                    places[name] = Place(offset, heads, width, pitch, heads // H, source)
+                    offset += sizes[name] // H
+                else:
+                    places[name] = Place(offset, heads, width, max(width, 1), 1, source)
+                    offset += sizes[name]
         return cls(**places)
 
     @property
-    def width(self) -> int:
-        """The numbers of a token, if the places cover it."""
-        return sum(place.heads * max(place.width, 1) for place in self if place is not None)
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of a token in each projection, if the places cover it."""
+        places = [place for place in self if place is not None]
+        sources = range(1 + max(place.source for place in places))
+        return tuple(sum(p.heads * max(p.width, 1) for p in places if p.source == source) for source in sources)
 
 
 def mix(
-    projected: Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None],
-    taps: tuple[Tensor, Tensor, Tensor],
+    projected: Tensor | Sequence[Tensor | None],
+    taps: Tensor | Sequence[Tensor],
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     norm_weight: Tensor,
@@ -98,14 +111,15 @@ def mix(
     they lie and writes their gradients to one tensor.
 
     Args:
-        projected: [B, T, P] with a ``layout``, or ``(q, k, v, g, beta, z)``: q, k [B, T, H, K], v, z [B, T, HV, V],
-            beta [B, T, HV] and g [B, T, HV] or [B, T, HV, K]; z may be None. float16, bfloat16, float32 or float64.
-        taps: weights of the three convolutions, [H * K, W], [H * K, W], [HV * V, W], or the same with an axis of 1
-            before W, as those of `nn.Conv1d`. The last tap is for the current token.
+        projected: with a ``layout`` [B, T, P], or up to six of such tensors. Without, ``(q, k, v, g, beta, z)``: q, k
+            [B, T, H, K], v, z [B, T, HV, V], beta [B, T, HV] and g [B, T, HV] or [B, T, HV, K]; z may be None. float16,
+            bfloat16, float32 or float64.
+        taps: weights of the three convolutions, [H * K, W], [H * K, W], [HV * V, W], or of one over the channels of q,
+            k and v. There may be an axis of 1 before W, as in `nn.Conv1d`. The last tap is for the current token.
         A_log: [HV]; None with a ``lower_bound`` only.
         dt_bias: [HV], with a gate per channel [HV * K]; or None.
         norm_weight: [V].
-        layout: where a packed ``projected`` has each of them. Default None: they are separate.
+        layout: where packed projections have each of them. Default None: they are separate.
         gate: "scalar" for one decay per value head (Gated DeltaNet), "channel" for one per key channel (KDA).
         norm_eps: added to the mean square. Default 1e-5.
         norm_activation: "silu" or "sigmoid"; None if there is no z. Default "silu".
@@ -134,39 +148,52 @@ def mix(
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
     op = "mix"
+    given = (projected,) if isinstance(projected, Tensor) else tuple(projected)
     if layout is None:
-        if isinstance(projected, Tensor) or len(projected) != 6:
-            refuse(op, "projected", "(q, k, v, g, beta, z) without a layout", type(projected).__name__)
-        x = (None, *projected)
+        if len(given) != 6:
+            refuse(op, "projected", "(q, k, v, g, beta, z) without a layout", f"{len(given)} tensors")
+        places = ()
     else:
-        *_, P = check_shape(op, "projected", projected, "B", "T", "P")
-        _check_layout(op, layout, P)
-        x = (projected if projected.stride(-1) == 1 else projected.contiguous(), *(None,) * 6)
+        for t in given:
+            check_shape(op, "projected", t, "B", "T", "P")
+        find = _places if torch.compiler.is_compiling() else _known_places
+        places = find(layout, tuple([t.shape[2] for t in given]))
+        given = (*(t if t.stride(2) == 1 else t.contiguous() for t in given), *(None,) * (6 - len(given)))
     if gate not in ("scalar", "channel"):
         refuse(op, "gate", "'scalar' or 'channel'", repr(gate))
-    has_z = projected[5] is not None if layout is None else layout.z is not None and layout.z.heads > 0
+    has_z = given[5] is not None if layout is None else places[5] is not NOWHERE
     activations = ("silu", "sigmoid") if has_z else (None,)
     if norm_activation not in activations:
         expected = "'silu' or 'sigmoid'" if has_z else "None without a z"
         refuse(op, "norm_activation", expected, repr(norm_activation))
+    taps = (taps, None, None) if isinstance(taps, Tensor) else tuple(taps)
     if len(taps) != 3:
-        refuse(op, "taps", "three tensors, of q, k and v", len(taps))
-    places = (NOWHERE,) * 6 if layout is None else tuple(NOWHERE if place is None else place for place in layout)
+        refuse(op, "taps", "a tensor, or three, of q, k and v", len(taps))
     options = MixOptions(gate, scale, lower_bound, allow_neg_eigval, norm_eps, norm_activation, places)
-    return run_mix(Mixed(*x, *taps, A_log, dt_bias, norm_weight, cu_seqlens), options, cu_seqlens_cpu, backend)
+    return run_mix(Mixed(*given, *taps, A_log, dt_bias, norm_weight, cu_seqlens), options, cu_seqlens_cpu, backend)
 
 
-def _check_layout(op: str, layout: Layout, P: int) -> None:
-    """Every number of a token belongs to exactly one head, so that the gradient has no gap."""
-    if layout.width != P:
-        refuse(op, "projected", f"the layout's width {layout.width} (axis 2)", P)
-    for name, place in zip(layout._fields, layout, strict=True):
-        if place is None and name != "z":
-            refuse(op, "layout", f"a place for {name}", "None")
-        if place is None:
+def _places(layout: Layout, widths: tuple[int, ...]) -> tuple[Place, ...]:
+    """The places of all six, if every number of a token belongs to exactly one head, so that no gradient has a gap."""
+    op, taken = "mix", []
+    if widths != layout.widths:
+        refuse(op, "projected", f"the layout's widths {list(layout.widths)} (axis 2)", list(widths))
+    places = tuple([NOWHERE if place is None or not place.heads else place for place in layout])
+    for name, place in zip(layout._fields, places, strict=True):
+        if place is NOWHERE:
             continue
-        size = max(place.width, 1)
-        if place.pitch != size and place.heads * place.pitch != P:
-            refuse(op, "layout", f"heads of {name} that adjoin, or that divide a token among them", place)
-        if place.offset + (place.heads - 1) * place.pitch + size > P:
-            refuse(op, "layout", f"{name} inside of {P} numbers", place)
+        offset, heads, width, pitch, together, source = place
+        groups, size = heads // together, together * max(width, 1)
+        if heads % together or (pitch != size and groups * pitch != widths[source]):
+            refuse(op, "layout", f"groups of {name} that adjoin, or that divide a token among them", place)
+        starts = range(offset, offset + groups * pitch, pitch)
+        taken += [(source, start, start + size) for start in starts]
+    end, last = 0, 0
+    for source, start, stop in sorted(taken):
+        if start != (end if source == last else 0):
+            refuse(op, "layout", "heads that cover each token once", layout)
+        last, end = source, stop
+    return places
+
+
+_known_places = lru_cache(_places)

@@ -89,19 +89,18 @@ class Gated(NamedTuple):
 
 class Mixed(NamedTuple):
     """The tensors of a mixer, which is all of a layer that is between its projections. In the backward pass the same
-    tuple holds their gradients. What is None of q, k, v, g, beta and z lies in ``packed``, except that there may be no
-    z at all."""
+    tuple holds their gradients. The first six are q, k and v before their convolutions, g before A_log and dt_bias, the
+    logits of beta, and z, the gate of the norm, or None. If their places are given, they are packed projections."""
 
-    packed: Tensor | None  # [B, T, P]
-    q: Tensor | None  # [B, T, H, K], before its convolution, as k and v
-    k: Tensor | None  # [B, T, H, K]
-    v: Tensor | None  # [B, T, HV, V]
-    g: Tensor | None  # [B, T, HV] or [B, T, HV, K], before A_log and dt_bias
-    beta: Tensor | None  # [B, T, HV], logits
-    z: Tensor | None  # [B, T, HV, V]: the gate of the norm
-    q_weight: Tensor  # [H * K, W], or [H * K, 1, W]
-    k_weight: Tensor  # [H * K, W], or [H * K, 1, W]
-    v_weight: Tensor  # [HV * V, W], or [HV * V, 1, W]
+    first: Tensor  # q [B, T, H, K], or [B, T, P]
+    second: Tensor | None  # k [B, T, H, K], or [B, T, P]
+    third: Tensor | None  # v [B, T, HV, V], or [B, T, P]
+    fourth: Tensor | None  # g [B, T, HV] or [B, T, HV, K], or [B, T, P]
+    fifth: Tensor | None  # beta [B, T, HV], or [B, T, P]
+    sixth: Tensor | None  # z [B, T, HV, V], or [B, T, P]
+    q_weight: Tensor  # [H * K, W], or [H * K, 1, W]; without the two others those of all channels
+    k_weight: Tensor | None  # [H * K, W], or [H * K, 1, W]
+    v_weight: Tensor | None  # [HV * V, W], or [HV * V, 1, W]
     A_log: Tensor | None  # [HV]
     dt_bias: Tensor | None  # [HV] or [HV * K]
     norm_weight: Tensor  # [V]

@@ -18,19 +18,18 @@ from flash_delta.ops._function import run as run_rule
 from flash_delta.ops._known_calls import look_at, recall
 from flash_delta.ops._mixing.parts import (
     OP,
-    TAPS,
+    PROJECTED,
     KnownMix,
     MixOptions,
     Places,
     describe_rule,
     find_parts,
-    flat_taps,
     inputs_of,
     mix_backward,
     mix_forward,
     rule_options,
     split,
-    writable,
+    taps_of,
 )
 from flash_delta.ops._modules import convolve, normalize
 from flash_delta.ops._operators.mix import mix_operator
@@ -52,8 +51,7 @@ def run_mix(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None
         )
     if known.parts is None:
         return _run_parts(x, options, bounds, backend)
-    tokens = x.q if x.packed is None else x.packed
-    problem = plan_lengths(known.parts[1], Inputs(tokens, tokens, tokens, cu_seqlens=x.cu_seqlens), bounds)
+    problem = plan_lengths(known.parts[1], Inputs(*[x.first] * 3, cu_seqlens=x.cu_seqlens), bounds)
     if known.needs_grad:
         return Mix.apply(known, problem, options.places, *x)
     return mix_forward(known, problem, options.places, x)[0]
@@ -61,14 +59,12 @@ def run_mix(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None
 
 def _run_traced(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None, backend: str | None) -> Tensor:
     """Calls the operator, or the parts where a tracer can follow these or where kernels would not take all of them."""
-    t, wish = x.q if x.packed is None else x.packed, wished(backend)
+    t, wish = x.first, wished(backend)
     kernels = not is_seen_through(wish) if wish is not None else t.device.type == "cuda" and t.dtype != torch.float64
-    taps = x[TAPS]
+    problem = describe_rule(x, options, split(x[PROJECTED], options.places), bounds)
+    taps = taps_of(x, problem.H * problem.K)
     same = all(w.dtype == taps[0].dtype and w.shape[-1] == taps[0].shape[-1] <= MOST_TAPS for w in taps)
     if not kernels or not same or x.norm_weight.numel() > WIDEST_ROW:
-        return _run_parts(x, options, bounds, backend)
-    problem = describe_rule(x, options, split(x, options.places), bounds)
-    if not writable(options.places, problem):
         return _run_parts(x, options, bounds, backend)
     fields = options._replace(places=[n for place in options.places for n in place])
     return mix_operator(*x, problem.lengths, *fields, needs_gradient(x), wish)[0]
@@ -97,10 +93,11 @@ class Mix(torch.autograd.Function):
 
 def _run_parts(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None, backend: str | None) -> Tensor:
     """The same by ops of their own, for PyTorch's own operations and for tracers."""
-    q, k, v, g, beta, z = split(x, options.places)
+    q, k, v, g, beta, z = split(x[PROJECTED], options.places)
+    HK = q.shape[2] * q.shape[3]
     tokens = [
         convolve(Convolved(t.flatten(-2), weight, None, None, x.cu_seqlens), "silu", False, backend)[0].view(t.shape)
-        for t, weight in zip((q, k, v), flat_taps(x), strict=True)
+        for t, weight in zip((q, k, v), taps_of(x, HK), strict=True)
     ]
     o, _ = run_rule(
         inputs_of(x, (*tokens, g, beta)), rule_options(options), bounds, output_final_state=False, backend=backend

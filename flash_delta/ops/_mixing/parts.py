@@ -25,11 +25,10 @@ from flash_delta.problem import (
 )
 
 OP = "mix"
-PROJECTED = slice(1, 7)  # of Mixed: q, k, v, g, beta, z
-TAPS = slice(7, 10)
+PROJECTED, TAPS = slice(0, 6), slice(6, 9)  # of Mixed
 
 
-Places = tuple[tuple[int, int, int, int], ...]
+Places = tuple[tuple[int, int, int, int, int, int], ...]
 
 
 class MixOptions(NamedTuple):
@@ -41,8 +40,8 @@ class MixOptions(NamedTuple):
     neg_eigval: bool
     eps: float
     activation: str | None  # of the norm's gate
-    # For each of q, k, v, g, beta and z in a packed projection: where its heads lie in a token, how many they are, how
-    # wide, and how far apart. Without heads it is not there.
+    # For each of q, k, v, g, beta and z in packed projections the numbers of `mixer.Place`. Without heads it is not
+    # there. No places: the tensors are q, k, v, g, beta and z.
     places: Places
 
 
@@ -57,27 +56,21 @@ class KnownMix:
 def find_parts(x: Mixed, options: MixOptions, backend: str | None, needs_grad: bool) -> KnownMix:
     """Checks the call, and finds what runs it. ``needs_grad``: whether there will be a backward pass."""
     with torch.no_grad():
-        tokens, taps = split(x, options.places), flat_taps(x)
+        tokens = split(x[PROJECTED], options.places)
         of_rule = describe_rule(x, options, tokens, None)._replace(needs_grad=needs_grad)
-        of_norm = describe_norm_of(x, options, tokens)
+        of_norm, taps = describe_norm_of(x, options, tokens), taps_of(x, of_rule.H * of_rule.K)
         for t, weight in zip(tokens[:3], taps, strict=True):
-            check_convolution(OP, Convolved(t.flatten(-2), weight, None, None, x.cu_seqlens), "silu", False)
-        of_taps = describe_convolution(
-            Convolved(tokens[2].flatten(-2), taps[2], None, None, x.cu_seqlens), OP, "silu", False
-        )
+            convolved = Convolved(t.flatten(-2), weight, None, None, x.cu_seqlens)
+            check_convolution(OP, convolved, "silu", False)
+        of_taps = describe_convolution(convolved, OP, "silu", False)
     HK = of_rule.H * of_rule.K
     of_taps = of_taps._replace(D=2 * HK + of_taps.D, DQ=HK)
     modules = [load_modules(choose_backend(p, backend, load_modules)) for p in (of_taps, of_norm)]
-    same = len({(weight.dtype, weight.shape[1]) for weight in taps}) == 1 and writable(options.places, of_rule)
+    same = len({(weight.dtype, weight.shape[1]) for weight in taps}) == 1
     if not same or not all(hasattr(module, "convolve_heads") for module in modules):
         return KnownMix(None, needs_grad)
     calls = (of_taps, modules[0]), (of_rule, load_backend(choose_backend(of_rule, backend))), (of_norm, modules[1])
     return KnownMix(tuple(KnownCall(p, module, needs_grad) for p, module in calls), needs_grad)
-
-
-def writable(places: Places, p: Problem) -> bool:
-    """Whether kernels can write q's, k's and v's gradients there. Heads of one width may lie apart."""
-    return p.K == p.V or all(pitch == width for _, _, width, pitch in places[:3])
 
 
 def describe_rule(
@@ -102,10 +95,11 @@ def mix_forward(
     """y; and what the backward pass needs besides x: q, k and v after their convolutions, o; what the rule saves; and
     what it saves only outside of torch.compile."""
     convolution, rule, norm = known.parts
-    q, k, v, g, beta, z = open_packed(x, places)
+    q, k, v, g, beta, z = open_places(x[PROJECTED], places)
     q, k, v = convolution.backend.convolve_heads(
-        convolution.problem, ConvolvedHeads(q, k, v, *x[TAPS], x.cu_seqlens), convolution
+        convolution.problem, ConvolvedHeads(q, k, v, *taps_of(x, problem.H * problem.K), x.cu_seqlens), convolution
     )
+    v, g, beta = by_head(problem, v, g, beta)
     out = forward(problem, rule, inputs_of(x, (q, k, v, g, beta)))
     y = norm.backend.normalize(norm.problem, Normalized(out.o, x.norm_weight, z), norm)
     return y.view(problem.B, problem.T, problem.HV * problem.V), (q, k, v, out.o, *out.saved), out.planned
@@ -117,64 +111,84 @@ def mix_backward(
     """The gradients. ``needs``: which parameters want theirs."""
     convolution, rule, norm = known.parts
     (q, k, v, o), saved = kept[:4], kept[4:]
-    tokens = open_packed(x, places)
-    packed = None if x.packed is None else x.packed.new_empty(x.packed.shape)
-    d = Mixed(packed, *(None if t is None else t.new_empty(t.shape) for t in x[PROJECTED]), *(None,) * 7)
-    to = open_packed(d, places)
+    tokens = open_places(x[PROJECTED], places)
+    d = Mixed(*(None if t is None else t.new_empty(t.shape) for t in x[PROJECTED]), *(None,) * 7)
+    to = open_places(d[PROJECTED], places)
     found = norm.backend.normalize_backward_to(
         norm.problem, Normalized(o, x.norm_weight, tokens[5]), dy, to[5], needs.norm_weight, norm
     )
-    of_rule = backward(problem, rule, inputs_of(x, (q, k, v, *tokens[3:5])), saved, found.x, None)
+    _, g, beta = by_head(problem, v, *tokens[3:5])
+    of_rule = backward(problem, rule, inputs_of(x, (q, k, v, g, beta)), saved, found.x, None)
+    tokens_and_taps = ConvolvedHeads(*tokens[:3], *taps_of(x, problem.H * problem.K), x.cu_seqlens)
     taps = convolution.backend.convolve_heads_backward(
-        convolution.problem, ConvolvedHeads(*tokens[:3], *x[TAPS], x.cu_seqlens), of_rule[:3], tuple(to[:3]),
-        any(needs[TAPS]), convolution,
-    )  # fmt: skip
-    for name, t, place in (("g", of_rule.g, to[3]), ("beta", of_rule.beta, to[4])):
-        if getattr(x, name) is None:
-            place.copy_(t)
-        else:
-            d = d._replace(**{name: t})
-    if taps is not None:
+        convolution.problem, tokens_and_taps, of_rule[:3], tuple(to[:3]), any(needs[TAPS]), convolution
+    )
+    if places:
+        to[3].copy_(of_rule.g.view(to[3].shape))
+        to[4].copy_(of_rule.beta.view(to[4].shape))
+    else:
+        d = d._replace(fourth=of_rule.g, fifth=of_rule.beta)
+    if taps is not None and x.k_weight is None:
+        d = d._replace(q_weight=taps.view(x.q_weight.shape))
+    elif taps is not None:
         split = taps.split([len(t) for t in x[TAPS]])
         of_taps = (t.view(like.shape) for t, like in zip(split, x[TAPS], strict=True))
         d = d._replace(**dict(zip(Mixed._fields[TAPS], of_taps, strict=True)))
     return d._replace(A_log=of_rule.A_log, dt_bias=of_rule.dt_bias, norm_weight=found.weight)
 
 
-def flat_taps(x: Mixed) -> list[Tensor]:
-    """The taps [D, W]."""
-    return [t.squeeze(1) if t.dim() == 3 else t for t in x[TAPS]]
+def taps_of(x: Mixed, HK: int) -> list[Tensor]:
+    """The taps [D, W] of q, k and v."""
+    taps = x[TAPS]
+    if x.k_weight is None:
+        taps = x.q_weight[:HK], x.q_weight[HK : 2 * HK], x.q_weight[2 * HK :]
+    return [t.squeeze(1) if t.dim() == 3 else t for t in taps]
 
 
-def open_packed(x: Mixed, places: Places) -> list[Tensor | None]:
-    """q, k, v, g, beta and z. Each is one tensor of PyTorch to make, and takes a microsecond."""
-    if x.packed is None:
-        return list(x[PROJECTED])
-    (B, T, _), (row, token, _), start = x.packed.shape, x.packed.stride(), x.packed.storage_offset()
+def open_places(projected: Sequence[Tensor | None], places: Places) -> list[Tensor | None]:
+    """q, k, v, g, beta and z: of [B, T, groups, numbers of a group], or gates [B, T, heads] if no gates adjoin. Each
+    is one tensor of PyTorch to make, and takes a microsecond."""
+    if not places:
+        return list(projected)
     found = []
-    for own, (offset, heads, width, pitch) in zip(x[PROJECTED], places, strict=True):
-        if own is not None or not heads:
-            found.append(own)
-        elif width:
-            found.append(x.packed.as_strided((B, T, heads, width), (row, token, pitch, 1), start + offset))
+    for offset, heads, width, pitch, together, source in places:
+        if not heads:
+            found.append(None)
+            continue
+        x = projected[source]
+        (B, T, _), (row, token, _), start = x.shape, x.stride(), x.storage_offset() + offset
+        if width or together > 1:
+            size = (B, T, heads // together, together * (width or 1))
+            found.append(x.as_strided(size, (row, token, pitch, 1), start))
         else:
-            found.append(x.packed.as_strided((B, T, heads), (row, token, pitch), start + offset))
+            found.append(x.as_strided((B, T, heads), (row, token, pitch), start))
     return found
 
 
-def split(x: Mixed, places: Places) -> list[Tensor | None]:
-    """The same by PyTorch's usual operations, which autograd and compilers follow."""
+def by_head(p: Problem, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """v, g and beta with an axis of heads in place of groups of heads. Gates are copied."""
+    if v.shape[2] != p.HV:
+        v = v.view(p.B, p.T, p.HV, p.V)
+    g, beta = (t.reshape(p.B, p.T, p.HV) if t.shape[2] != p.HV else t for t in (g, beta))
+    return v, g, beta
+
+
+def split(projected: Sequence[Tensor | None], places: Places) -> list[Tensor | None]:
+    """The same by PyTorch's usual operations, which autograd and compilers follow, with an axis of heads."""
+    if not places:
+        return list(projected)
     found = []
-    for own, (offset, heads, width, pitch) in zip(x[PROJECTED], places, strict=True):
-        if own is not None or not heads:
-            found.append(own)
+    for offset, heads, width, pitch, together, source in places:
+        if not heads:
+            found.append(None)
             continue
-        size = max(width, 1)
+        groups, size = heads // together, together * (width or 1)
         if pitch == size:
-            t = x.packed[..., offset : offset + heads * size].unflatten(-1, (heads, size))
+            t = projected[source][..., offset : offset + groups * size].unflatten(-1, (groups, size))
         else:
-            t = x.packed.unflatten(-1, (heads, pitch))[..., offset : offset + size]
-        found.append(t if width else t[..., 0])
+            t = projected[source].unflatten(-1, (groups, pitch))[..., offset : offset + size]
+        t = t.unflatten(-1, (together, size // together)).flatten(2, 3) if together > 1 else t
+        found.append(t if width else t.flatten(2))
     return found
 
 

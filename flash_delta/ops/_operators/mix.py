@@ -11,6 +11,7 @@ from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._mixing.parts import (
     OP,
+    PROJECTED,
     KnownMix,
     MixOptions,
     describe_rule,
@@ -38,7 +39,7 @@ class MixFields(NamedTuple):
 
 
 def _options(fields: MixFields) -> MixOptions:
-    places = tuple(zip(*[iter(fields.places)] * 4, strict=True))
+    places = tuple(zip(*[iter(fields.places)] * 6, strict=True))
     return MixOptions(*fields[:6], places)
 
 
@@ -51,7 +52,7 @@ def _run(x: Mixed, cu_seqlens_cpu: Tensor | None, fields: MixFields, backend: st
 
 def _fake(x: Mixed, cu_seqlens_cpu: Tensor | None, fields: MixFields, backend: str | None) -> list[Tensor]:
     options = _options(fields)
-    tokens = split(x, options.places)
+    tokens = split(x[PROJECTED], options.places)
     problem = describe_rule(x, options, tokens, None)._replace(needs_grad=fields.needs_grad)
     q, k, v = (t.new_empty(t.shape) for t in tokens[:3])
     y = v.new_empty(problem.B, problem.T, problem.HV * problem.V)
@@ -76,8 +77,7 @@ mix_operator = define("mix", _run, _fake, backward=_run_backward, saved_from=lam
 def _look_at(x: Mixed, cu_seqlens_cpu: Tensor | None, fields: MixFields, wish: str | None) -> tuple[KnownMix, Problem]:
     given = (mix_operator, cu_seqlens_cpu is None, fields._replace(places=tuple(fields.places)), wish)
     known = look_at(_look, False, given, None, x)
-    rule, tokens = known.parts[1], x.q if x.packed is None else x.packed
-    x = Inputs(tokens, tokens, tokens, cu_seqlens=x.cu_seqlens)
+    rule, x = known.parts[1], Inputs(*[x.first] * 3, cu_seqlens=x.cu_seqlens)
     lengths = read_lengths(OP, x, cu_seqlens_cpu, wait=cu_seqlens_cpu is None and plans_on_host(rule.backend))
     return known, rule.problem._replace(lengths=lengths)
 

@@ -123,7 +123,7 @@ def convolve_heads(p: ConvolutionProblem, x: ConvolvedHeads, known: KnownCall | 
     if again(known, CONVOLVE_HEADS, x, made=y) or not y[0].numel():
         return y
     with on(p.device):
-        x_taken = _with_adjoining(x)
+        x_taken = _with_unit_channels(x)
         kind = (*CONVOLVE_HEADS, pitched(x_taken[:3]))
         call = make_module_call(p, x_taken, kind, known=known, name=CONVOLVE_HEADS)
         run(call, lambda c: run_convolve_heads(c, y), *y)
@@ -145,7 +145,7 @@ def convolve_heads_backward(
     if not x.q.numel():
         return dweight.zero_() if weights else None
     with on(p.device):
-        x_taken = _with_adjoining(x)
+        x_taken = _with_unit_channels(x)
         kind = (*CONVOLVE_HEADS_BACK, weights, pitched(x_taken[:3]), pitched(to))
         call = make_module_call(p, x_taken, kind, *d, *to, known=known, name=name)
         rows = count_parts(call), p.W, p.D
@@ -180,7 +180,7 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
         return y
     with on(p.device):
         rows = _rows(x)
-        call = make_module_call(p, rows, (*NORMALIZE, heads_of(rows.gate)), known=known, name=NORMALIZE)
+        call = make_module_call(p, rows, (*NORMALIZE, heads_of(rows.gate, p.D)), known=known, name=NORMALIZE)
         run(call, lambda c: run_normalize(c, y), y)
         remember(call, x)
     return y
@@ -205,13 +205,13 @@ def normalize_backward_to(
     if not dy.numel():
         _zero(d)
         return d
-    rows, to = _rows(x), None if dgate is None else _by_heads(dgate)
+    rows, to = _rows(x), None if dgate is None else _by_heads(dgate, p.D)
     if to is not None and to.shape != rows.gate.shape:  # only one of them has all rows equally far apart
         to = dgate.view(-1, *dgate.shape[-2:])
         rows = rows._replace(gate=_unit(x.gate).reshape(to.shape))
     with on(p.device):
         more = _unit(dy.reshape(-1, p.D)), to
-        call = make_module_call(p, rows, (*kind, heads_of(rows.gate)), *more, known=known, name=name)
+        call = make_module_call(p, rows, (*kind, heads_of(rows.gate, p.D)), *more, known=known, name=name)
         count = count_row_parts(call), 1, p.D
         parts = torch.empty(count, dtype=torch.float32, device=p.device) if weights else None
 
@@ -295,25 +295,21 @@ def _with_flat_parameters(x: Convolved) -> Convolved:
     return x._replace(weight=x.weight.contiguous(), bias=bias, cu_seqlens=bounds)
 
 
-def _with_adjoining(x: ConvolvedHeads) -> ConvolvedHeads:
-    """Inputs whose heads adjoin, or which are as wide in q, k and v; contiguous weights and bounds."""
-    tensors = [_unit(t) for t in x[:3]]
-    if x.q.shape[3] != x.v.shape[3]:
-        tensors = [t if t.stride(2) == t.shape[3] else t.contiguous() for t in tensors]
+def _with_unit_channels(x: ConvolvedHeads) -> ConvolvedHeads:
+    """Inputs with contiguous channels in each head, and contiguous weights and bounds."""
     vectors = (None if t is None else t.contiguous() for t in x[3:])
-    return ConvolvedHeads(*tensors, *vectors)
+    return ConvolvedHeads(*(_unit(t) for t in x[:3]), *vectors)
 
 
 def _rows(x: Normalized) -> Normalized:
     D = x.x.shape[-1]
-    gate = None if x.gate is None else _by_heads(_unit(x.gate))
+    gate = None if x.gate is None else _by_heads(_unit(x.gate), D)
     return Normalized(_unit(x.x.reshape(-1, D)), x.weight.contiguous(), gate)
 
 
-def _by_heads(gate: Tensor) -> Tensor:
-    """The gate as [tokens, heads, D]. If all rows are equally far apart, there is one head. The two last axes are
-    always tokens' heads. A copy is made only if strides allow neither."""
-    D = gate.shape[-1]
+def _by_heads(gate: Tensor, D: int) -> Tensor:
+    """The gate as [tokens, groups, D of the heads of a group]. If all rows are equally far apart, each is a group. A
+    copy is made only if strides do not allow it otherwise."""
     try:
         return gate.view(-1, 1, D)
     except RuntimeError:

@@ -15,7 +15,7 @@ tokens later. Before a sequence's first token, dx is the gradient of its initial
 programs' parts of dweight and dbias, always in the same order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,16 +102,19 @@ def tensors_of_part(part, q, k, v):
 
 
 @triton.jit
-def place_of(d, strides, HEAD: tl.constexpr):
-    """Where the channels lie in a token of [B, T, H, K]. HEAD: K if heads do not adjoin, else None."""
-    return d if HEAD is None else d // HEAD * strides[2] + d % HEAD
+def place_of(d, part, strides, HEADS: tl.constexpr):
+    """Where channels lie in a token of [B, T, H, K]. HEADS: K of q and k, and that of v; None where heads adjoin."""
+    of_q = d if HEADS[0] is None else d // HEADS[0] * strides[2] + d % HEADS[0]
+    if HEADS[0] == HEADS[1]:
+        return of_q
+    return tl.where(part == 2, d if HEADS[1] is None else d // HEADS[1] * strides[2] + d % HEADS[1], of_q)
 
 
 @triton.jit(do_not_specialize=["N", "T", "BT"])
 def convolve(
     x, weight, bias, initial_state, cu_seqlens, y, final_state, others, N, T, BT, x_strides, other_strides,
     state_strides, D: tl.constexpr, DQ: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
-    HEAD: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
+    HEADS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """y and final_state are contiguous: [B, T, D] and [N, D, W]. x may be q. Then ``others`` has k and v, in one tuple
     with their weights and outputs, and there are no states."""
@@ -125,7 +128,7 @@ def convolve(
     before = known & (token <= stop)  # a slot may have no tokens; its first token then lies far beyond stop
     x += row.to(tl.int64) * x_strides[0]
     y += row.to(tl.int64) * T * width
-    taps, base, place = load_taps(weight, d, inside, W), None, place_of(d, x_strides, HEAD)
+    taps, base, place = load_taps(weight, d, inside, W), None, place_of(d, part, x_strides, HEADS)
     if bias is not None:
         base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
     window = []
@@ -155,7 +158,7 @@ def convolve(
 def convolve_backward(
     x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dinitial, others, parts, N, T, BT, x_strides,
     dy_strides, dx_strides, other_strides, state_strides, dfinal_strides, D: tl.constexpr, DQ: tl.constexpr,
-    W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, HEAD: tl.constexpr, DX_HEAD: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DX_HEADS: tl.constexpr,
     PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """dinitial is contiguous. ``parts`` are those of dweight, [slots, W, D], or None if nobody wants it; with a bias
@@ -176,7 +179,7 @@ def convolve_backward(
     dy += row.to(tl.int64) * dy_strides[0]
     dx += row.to(tl.int64) * dx_strides[0]
     taps, base = load_taps(weight, d, inside, W), None
-    place, dx_place = place_of(d, x_strides, HEAD), place_of(d, dx_strides, DX_HEAD)
+    place, dx_place = place_of(d, part, x_strides, HEADS), place_of(d, part, dx_strides, DX_HEADS)
     if bias is not None:
         base = tl.load(bias + d, mask=inside, other=0.0).to(tl.float32)
     window, dz, dtaps, dbase = [], [], [], tl.zeros([BD], tl.float32)
@@ -276,6 +279,7 @@ CUTS = {  # a thread has 16 bytes of a row of 16-bit numbers; AMD's warps are tw
 FEWEST, PROGRAMS = 16, 6  # the fewest tokens of a program; the programs that a multiprocessor should have
 TOKEN = Tile(4, 1, 256)
 NO_STRIDES = (0, 0, 0)
+ADJOINING = None, None
 
 
 def choose_cut(kernel: str, chip: Chip, W: int, D: int, dtype: torch.dtype) -> Cut:
@@ -312,7 +316,7 @@ def count_parts(c: Call) -> int:
 def run_convolve(c: Call, y: Tensor, final: Tensor | None) -> None:
     x = c.x
     pointers = *x, y, final, None
-    launch(c, convolve, pointers, _along(c, "convolve", x.x.stride(), (), strides(x.initial_state), head=(None,)))
+    launch(c, convolve, pointers, _along(c, "convolve", x.x.stride(), (), strides(x.initial_state), heads=(ADJOINING,)))
 
 
 def run_convolve_heads(c: Call, y: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -321,7 +325,7 @@ def run_convolve_heads(c: Call, y: tuple[Tensor, Tensor, Tensor]) -> None:
     others = x.k, x.k_weight, y[1], x.v, x.v_weight, y[2]
     pointers = x.q, x.q_weight, None, None, x.cu_seqlens, y[0], None, others
     more = (*strides(x.k), *strides(x.v)), NO_STRIDES
-    launch(c, convolve, pointers, _along(c, "convolve", strides(x.q), *more, head=(pitched(x[:3]),)))
+    launch(c, convolve, pointers, _along(c, "convolve", strides(x.q), *more, heads=(pitched(x[:3]),)))
 
 
 def run_convolve_backward(c: Call, dx: Tensor, dinitial: Tensor | None, parts: Tensor | None) -> None:
@@ -329,7 +333,7 @@ def run_convolve_backward(c: Call, dx: Tensor, dinitial: Tensor | None, parts: T
     x, (dy, dfinal) = c.x, c.more
     all_strides = x.x.stride(), dy.stride(), dx.stride(), (), strides(x.initial_state), strides(dfinal)
     pointers = *x, dy, dfinal, dx, dinitial, None, parts
-    launch(c, convolve_backward, pointers, _along(c, "convolve_backward", *all_strides, head=(None, None)))
+    launch(c, convolve_backward, pointers, _along(c, "convolve_backward", *all_strides, heads=(ADJOINING, ADJOINING)))
 
 
 def run_convolve_heads_backward(c: Call, parts: Tensor | None) -> None:
@@ -342,8 +346,8 @@ def run_convolve_heads_backward(c: Call, parts: Tensor | None) -> None:
         [*strides(t), *strides(d), *strides(to)] for t, d, to in zip(x[:3], (dq, dk, dv), found, strict=True)
     )
     all_strides = *map(tuple, (of_q[:3], of_q[3:6], of_q[6:], more[0] + more[1])), NO_STRIDES, NO_STRIDES
-    head = pitched(x[:3]), pitched(found)
-    launch(c, convolve_backward, pointers, _along(c, "convolve_backward", *all_strides, head=head))
+    heads = pitched(x[:3]), pitched(found)
+    launch(c, convolve_backward, pointers, _along(c, "convolve_backward", *all_strides, heads=heads))
 
 
 def run_convolve_token(c: Call, y: Tensor) -> None:
@@ -358,17 +362,17 @@ def strides(t: Tensor | None) -> tuple[int, ...]:
     return NO_STRIDES if t is None else t.stride()[:3]
 
 
-def pitched(tensors: Iterable[Tensor]) -> int | None:
-    """The width of heads [B, T, H, K] of which some do not adjoin, or None. Then all have the same width."""
-    found = [t for t in tensors if t.shape[2] > 1 and t.stride(2) != t.shape[3]]
-    return found[0].shape[3] if found else None
+def pitched(tensors: Sequence[Tensor]) -> tuple[int | None, int | None]:
+    """The width of q's and k's heads [B, T, H, K], and that of v's; None where all adjoin."""
+    q, k, v = [None if t.shape[2] < 2 or t.stride(2) == t.shape[3] else t.shape[3] for t in tensors]
+    return q or k, v
 
 
-def _along(c: Call, kernel: str, *all_strides: tuple[int, ...], head: tuple[int | None, ...]) -> Plan:
-    """The plan for programs along the tokens. ``head``: for x, and for its gradient, whether heads adjoin (`_head`)."""
+def _along(c: Call, kernel: str, *all_strides: tuple[int, ...], heads: tuple[tuple[int | None, ...], ...]) -> Plan:
+    """The plan for programs along the tokens. ``heads``: for x, and for its gradient, the widths of `pitched`."""
     p, w = c.p, cut_of(kernel, c)
     constants = {"D": p.D, "DQ": p.DQ or p.D, "W": p.W, "BD": w.BD, "G": w.G}
-    constants |= dict(zip(("HEAD", "DX_HEAD"), head, strict=False))
+    constants |= dict(zip(("HEADS", "DX_HEADS"), heads, strict=False))
     constants |= {"PACKED": p.packed, "SILU": p.activation is not None}
     blocks = -(-p.D // w.BD) if not p.DQ else 2 * -(-p.DQ // w.BD) + -(-(p.D - 2 * p.DQ) // w.BD)
     return Plan((count_pieces(p, w.BT) * blocks, 1, 1), Tile(w.warps, 1), (p.N, p.T, w.BT, *all_strides), constants)

@@ -33,12 +33,14 @@ def load_rows(x, stride, row, d, mask):
 
 
 @triton.jit
-def places_of(strides, row, d, HEADS: tl.constexpr):
-    """Where rows of a tensor [tokens, HEADS, D] lie. Row r is head r % HEADS of a token."""
-    r = row.to(tl.int64)
-    if HEADS == 1:
+def places_of(strides, row, d, D: tl.constexpr, HEADS: tl.constexpr):
+    """Where rows of a tensor [tokens, groups, heads, D] lie, with the strides of its first two axes. HEADS: of a token,
+    and of a group."""
+    r, ALL, GROUP = row.to(tl.int64), HEADS[0], HEADS[1]
+    if ALL == 1:
         return r[:, None] * strides[0] + d[None, :]
-    return (r // HEADS * strides[0] + r % HEADS * strides[1])[:, None] + d[None, :]
+    head = r % ALL
+    return (r // ALL * strides[0] + head // GROUP * strides[1] + head % GROUP * D)[:, None] + d[None, :]
 
 
 @triton.jit
@@ -52,13 +54,13 @@ def normalize(
     x, gate, weight, y, M, eps, x_stride, gate_strides, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """A program has ROWS of the M rows. y is contiguous. The gate is [M / HEADS, HEADS, D]."""
+    """A program has ROWS of the M rows. y is contiguous. The gate is as in `places_of`."""
     row, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BD)
     inside = (row < M)[:, None] & (d < D)[None, :]
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     tile = load_rows(x, x_stride, row, d, inside)
     if ACTIVATION is not None:
-        given = tl.load(gate + places_of(gate_strides, row, d, HEADS), mask=inside, other=0.0)
+        given = tl.load(gate + places_of(gate_strides, row, d, D, HEADS), mask=inside, other=0.0)
         act, _ = activate(given.to(tl.float32), ACTIVATION)
     result = tile * reciprocal_rms(tile, row, M, eps, D)[:, None] * w[None, :]
     if ACTIVATION is not None:
@@ -84,12 +86,12 @@ def normalize_backward(
         n, u = load_rows(x, x_stride, row, d, inside), load_rows(dy, dy_stride, row, d, inside)
         at = row.to(tl.int64)[:, None] * D + d[None, :]
         if ACTIVATION is not None:
-            given = tl.load(gate + places_of(gate_strides, row, d, HEADS), mask=inside, other=0.0)
+            given = tl.load(gate + places_of(gate_strides, row, d, D, HEADS), mask=inside, other=0.0)
             act, slope = activate(given.to(tl.float32), ACTIVATION)
         r = reciprocal_rms(n, row, M, eps, D)
         n *= r[:, None]
         if ACTIVATION is not None:
-            to = dgate + (places_of(dgate_strides, row, d, HEADS) if GIVEN else at)
+            to = dgate + (places_of(dgate_strides, row, d, D, HEADS) if GIVEN else at)
             tl.store(to, (u * n * w[None, :] * slope).to(dgate.dtype.element_ty), mask=inside)
             u *= act
         dw += u * n
@@ -123,11 +125,11 @@ SUMMED = 128  # rows in a step of ``total``
 
 
 def run_normalize(c: Call, y: Tensor) -> None:
-    """x are rows [M, D], and the gate is [M / heads, heads, D]."""
+    """x are rows [M, D], and the gate is [tokens, groups, D of the heads of a group]."""
     x, BD, rows, t = c.x, *row_tile(c.p.D, ROWS)
     M = len(x.x)
     scalars = M, c.p.eps, x.x.stride(0), token_and_head(x.gate)
-    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "HEADS": heads_of(x.gate), "ACTIVATION": c.p.activation}
+    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "HEADS": heads_of(x.gate, c.p.D), "ACTIVATION": c.p.activation}
     launch(c, normalize, (x.x, x.gate, x.weight, y), Plan((-(-M // rows), 1, 1), t, scalars, constants))
 
 
@@ -140,7 +142,7 @@ def count_row_parts(c: Call) -> int:
 def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Tensor | None) -> None:
     """``c.more``: dy [M, D], and where to write the gate's gradient, or None for dgate, which is contiguous."""
     x, (dy, to), D, BD, rows, t = c.x, c.more, c.p.D, *row_tile(c.p.D, BACKWARD_ROWS)
-    programs, heads = count_row_parts(c), heads_of(x.gate)
+    programs, heads = count_row_parts(c), heads_of(x.gate, D)
     dgate_strides = token_and_head(to)
     scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), token_and_head(x.gate), dgate_strides, dy.stride(0)
     constants = {"D": D, "BD": BD, "ROWS": rows, "HEADS": heads, "GIVEN": to is not None, "ACTIVATION": c.p.activation}
@@ -152,8 +154,9 @@ def token_and_head(gate: Tensor | None) -> tuple[int, int]:
     return (0, 0) if gate is None else gate.stride()[:2]
 
 
-def heads_of(gate: Tensor | None) -> int:
-    return 1 if gate is None else gate.shape[1]
+def heads_of(gate: Tensor | None, D: int) -> tuple[int, int]:
+    """The heads of a token, and of a group."""
+    return (1, 1) if gate is None else (gate.shape[1] * (gate.shape[2] // D), gate.shape[2] // D)
 
 
 def run_total(c: Call, parts: Tensor, dweight: Tensor, dbias: Tensor | None) -> None:
