@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from tiny_transformers import COMMON, FAMILIES, build, modelling
 from transformers import DynamicCache
 
-from flash_delta.integrations import _functions
+from flash_delta.integrations import _functions, _layers
 from flash_delta.integrations import transformers as integration
 from flash_delta.integrations.transformers import disable, enable
 from flash_delta.models.heads import CACHE
@@ -93,6 +93,56 @@ def test_how_large_beta_can_be(family, monkeypatch):
 def test_logits_and_gradients(family):
     model = build(family, torch.float64)
     assert_equal_in_float64(family, model, lambda: model(tokens(2, 70))[0])
+
+
+@pytest.fixture
+def mixed(monkeypatch):
+    """The layers that run as one op, one entry per call."""
+    seen, run = [], _layers._mix
+    monkeypatch.setattr(_layers, "_mix", lambda layer, *args: seen.append(layer) or run(layer, *args))
+    return seen
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "linear_num_key_heads" in FAMILIES[name][2]])
+def test_a_layer_mixes(family, mixed):
+    """Without a cache everything between the projections is one op, if nothing of it has been changed."""
+    model = build(family, torch.float64)
+    layer, x = linear_layer(model), tokens(2, 9)
+
+    def run(**options):
+        del mixed[:]
+        return model(x, use_cache=False, **options)[0].detach(), len(mixed)
+
+    with enable(model):
+        want, count = run()
+        assert count == 1
+        assert run(seq_idx=torch.zeros_like(x), position_ids=torch.arange(9)[None])[1] == 0
+        model(x, use_cache=True)
+        assert len(mixed) == 0
+        norm = layer.o_norm if hasattr(layer, "o_norm") else layer.norm
+        for part in (norm, layer.conv1d):
+            with_hook = part.register_forward_hook(lambda *_: None)
+            got, count = run()
+            assert count == 0
+            assert_accurate("y", got, want, torch.float64)
+            with_hook.remove()
+        assert torch.equal(run()[0], want)
+
+
+def test_a_subclass_keeps_its_method(mixed):
+    """A layer whose class replaces a method that the known forward pass calls is not the known layer."""
+    model, x = build("qwen3_next", torch.float64), tokens(2, 9)
+    layer, base = linear_layer(model), modelling("qwen3_next").Qwen3NextGatedDeltaNet
+
+    class Other(base):
+        def fix_query_key_value_ordering(self, *projected):
+            return super().fix_query_key_value_ordering(*projected)
+
+    with enable(model):
+        want = model(x, use_cache=False)[0]
+        layer.__class__ = Other
+        assert_accurate("y", model(x, use_cache=False)[0], want, torch.float64)
+    assert len(mixed) == 1
 
 
 @FAMILY
@@ -234,8 +284,8 @@ def test_gradients_through_the_cache(family):
 def test_report_and_restoring():
     family = "qwen3_5"
     module = modelling(family)
-    norm = module.Qwen3_5RMSNormGated
-    owners = module, norm, module.Qwen3_5TextModel
+    norm, layer = module.Qwen3_5RMSNormGated, module.Qwen3_5GatedDeltaNet
+    owners = module, norm, layer, module.Qwen3_5TextModel
     before, path = {owner: dict(vars(owner)) for owner in owners}, list(sys.meta_path)
     with enable() as first, enable() as second, enable(build(family)):
         mine = [entry for entry in first.replaced if entry.module == module.__name__]
@@ -245,6 +295,7 @@ def test_report_and_restoring():
             (module, "causal_conv1d_fn"),
             (module, "causal_conv1d_update"),
             (norm, "forward"),
+            (layer, "forward"),
             (module.Qwen3_5TextModel, "forward"),
         ]
         for owner, name, old, new in mine:

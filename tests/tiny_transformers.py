@@ -21,8 +21,8 @@ COMMON = {
 }
 GDN = {
     "head_dim": 8,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }

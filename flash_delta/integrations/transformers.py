@@ -9,6 +9,9 @@ imported. So a model may be created before or after. The exception is a norm who
 accelerate's hooks, with ``device_map``, or by hub kernels). It keeps that forward, and ``enable(model)`` refuses such a
 model.
 
+Gated DeltaNet layers whose source is known run as one op between their projections (:func:`flash_delta.ops.mix`), if
+there is no cache. They do not if hooks, sharded weights or a subclass want one of their parts to be called.
+
 Models of transformers 5.17.0, 5.23.0 and 5.24.0, which are tested:
 
 * Gated DeltaNet: Qwen3-Next, Qwen3.5 (dense and MoE), Qwen4-Exp, OLMo-hybrid, Lara-mini.
@@ -47,6 +50,7 @@ from flash_delta.integrations._context import register_attention
 from flash_delta.integrations._documents import separating, walks_layers
 from flash_delta.integrations._functions import CONVOLUTIONS, RULES, RULES_OF_SIGMOID, SIGMOID, gated_norm
 from flash_delta.integrations._imports import AfterImport
+from flash_delta.integrations._layers import form_of, mixing
 from flash_delta.integrations._report import Refused as Refused
 from flash_delta.integrations._report import Replaced as Replaced
 
@@ -174,6 +178,8 @@ def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callabl
             yield cls, "forward", gated_norm
         if walks_layers(cls, module.__name__):
             yield cls, "forward", separating(cls.forward)
+        if (form := form_of(cls, module.__name__)) is not None:
+            yield cls, "forward", mixing(cls.forward, form)
 
 
 def _replace(module: ModuleType) -> None:

@@ -57,20 +57,8 @@ class Layout(NamedTuple):
         """Projections with one g per value head. ``sources`` names what each of them has, one after the other, by
         default q, k, v, z, g and beta in one. ``by_key_head``: each key head has all of its own, its value heads
         included, before the next key head begins."""
-        shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "z": (HV, V), "g": (HV, 0), "beta": (HV, 0)}
-        places = {}
-        for source, names in enumerate(sources):
-            sizes = {name: shapes[name][0] * max(shapes[name][1], 1) for name in names}
-            offset, pitch = 0, sum(sizes.values()) // H
-            for name in names:
-                heads, width = shapes[name]
-                if by_key_head:
-                    places[name] = Place(offset, heads, width, pitch, heads // H, source)
-                    offset += sizes[name] // H
-                else:
-                    places[name] = Place(offset, heads, width, max(width, 1), 1, source)
-                    offset += sizes[name]
-        return cls(**places)
+        make = _adjoining if torch.compiler.is_compiling() else _known_adjoining
+        return cls(**make(H, HV, K, V, sources, by_key_head))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -173,6 +161,25 @@ def mix(
     return run_mix(Mixed(*given, *taps, A_log, dt_bias, norm_weight, cu_seqlens), options, cu_seqlens_cpu, backend)
 
 
+def _adjoining(
+    H: int, HV: int, K: int, V: int, sources: Sequence[Sequence[str]], by_key_head: bool
+) -> dict[str, Place]:
+    shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "z": (HV, V), "g": (HV, 0), "beta": (HV, 0)}
+    places = {}
+    for source, names in enumerate(sources):
+        sizes = {name: shapes[name][0] * max(shapes[name][1], 1) for name in names}
+        offset, pitch = 0, sum(sizes.values()) // H
+        for name in names:
+            heads, width = shapes[name]
+            if by_key_head:
+                places[name] = Place(offset, heads, width, pitch, heads // H, source)
+                offset += sizes[name] // H
+            else:
+                places[name] = Place(offset, heads, width, max(width, 1), 1, source)
+                offset += sizes[name]
+    return places
+
+
 def _places(layout: Layout, widths: tuple[int, ...]) -> tuple[Place, ...]:
     """The places of all six, if every number of a token belongs to exactly one head, so that no gradient has a gap."""
     op, taken = "mix", []
@@ -196,4 +203,4 @@ def _places(layout: Layout, widths: tuple[int, ...]) -> tuple[Place, ...]:
     return places
 
 
-_known_places = lru_cache(_places)
+_known_adjoining, _known_places = lru_cache(_adjoining), lru_cache(_places)
