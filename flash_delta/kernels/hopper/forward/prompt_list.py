@@ -42,9 +42,8 @@ def find_slots(tables, n, slots):
 
 
 @triton.jit
-def cut_prompt(tokens, cut, C: tl.constexpr):
+def cut_prompt(tokens, shortest, fewest, most, C: tl.constexpr):
     """The number of parts of prompts, the chunks of each part, and the chunks of the prompt (segments/cut.py)."""
-    shortest, fewest, most = cut
     whole, chunks = tokens // C, (tokens + C - 1) // C
     number = tl.where(whole >= shortest, tl.minimum(whole // fewest, most), 1)
     length = tl.maximum((chunks + number - 1) // number, 1)
@@ -65,8 +64,8 @@ def list_walks(
     not cut. The fourth of the numbers of part s is the part of start s. The fifth of part i is the first start of the
     i-th prompt that is cut. The first part has a start, too, since the last part may be walked before it, and may write
     to the slot that the prompt reads.
-    cutting: how prompts are cut (`cut_prompt`), how many starts there is room for, and how many other states there are
-    before them in memory."""
+    cutting: how prompts are cut (the three numbers of `cut_prompt`), how many starts there is room for, and how many
+    other states there are before them in memory."""
     count, starts, prompts = N * 0, N * 0, N * 0
     for i in range(0, N, 128):
         at = i + tl.arange(0, 128)
@@ -83,8 +82,8 @@ def list_walks(
             tl.store(to + 2, last, mask=walked != 0)
             count += tl.sum(walked, 0)
         else:
-            cut, room, before = cutting
-            number, length, chunks = cut_prompt(stop - start, cut, C)
+            shortest, fewest, most, room, before = cutting
+            number, length, chunks = cut_prompt(stop - start, shortest, fewest, most, C)
             begun = tl.where(number > 1, number * walked, 0)
             # If bounds are wrong, there may be no room. Then prompts are not cut.
             begun = tl.where(starts + tl.cumsum(begun, 0) <= room, begun, 0)

@@ -74,7 +74,7 @@ def rates(
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
     slots = (slots, null_slot)
     if walks is not None and slot + first == 0:
-        list_walks(walks, parts, tables, cu_seqlens, N, T, slots, (cut, room, programs), HV, C, SHORT)
+        list_walks(walks, parts, tables, cu_seqlens, N, T, slots, cut + (room, programs), HV, C, SHORT)  # noqa: RUF005 (Triton has no starred tuples)
         numbers = (programs, word, patience, chunk_ticks, item_ticks, cut_ticks)
         lay(table, marks, numbers, cu_seqlens, walks, parts, N, T, HV, C, PACKED, PROGRAMS)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
