@@ -81,8 +81,8 @@ def test_how_large_beta_can_be(family, monkeypatch):
         for name, projection in model.named_modules():
             if name.endswith(("in_proj_ba", "in_proj_b", "b_proj")):
                 projection.weight *= 1000
-        cache = model(tokens(2, 9), use_cache=True)[CACHE]
-        model(tokens(2, 1), **{CACHE: cache}, use_cache=True)
+        cache = model(tokens(8, 9), use_cache=True)[CACHE]
+        model(tokens(8, 1), **{CACHE: cache}, use_cache=True)
     assert [p.recurrent for p, _ in seen] == [False, True]
     for problem, beta in seen:
         assert problem.most_beta == (2 if doubled else 1)
@@ -113,12 +113,14 @@ def test_a_layer_mixes(family, mixed):
         del mixed[:]
         return model(x, use_cache=False, **options)[0].detach(), len(mixed)
 
-    with enable(model):
+    with float64(family), enable(model):
         want, count = run()
         assert count == 1
-        assert run(seq_idx=torch.zeros_like(x), position_ids=torch.arange(9)[None])[1] == 0
+        if family != "qwen4_exp":  # its attention mixes documents
+            assert run(seq_idx=torch.zeros_like(x), position_ids=torch.arange(9).expand(2, 9))[1] == 0
+        del mixed[:]
         model(x, use_cache=True)
-        assert len(mixed) == 0
+        assert mixed == []
         norm = layer.o_norm if hasattr(layer, "o_norm") else layer.norm
         for part in (norm, layer.conv1d):
             with_hook = part.register_forward_hook(lambda *_: None)
@@ -138,7 +140,7 @@ def test_a_subclass_keeps_its_method(mixed):
         def fix_query_key_value_ordering(self, *projected):
             return super().fix_query_key_value_ordering(*projected)
 
-    with enable(model):
+    with float64("qwen3_next"), enable(model):
         want = model(x, use_cache=False)[0]
         layer.__class__ = Other
         assert_accurate("y", model(x, use_cache=False)[0], want, torch.float64)
