@@ -47,9 +47,9 @@ CONVOLUTIONS = {
     "convolution-8-taps-packed": ConvolutionCase(W=8, whole=True),
     "convolution-narrow": ConvolutionCase(D=100),
 }
-MIXERS = {  # numbers from one key head to the next in the packed projection
-    "mixer": 128,
-    "mixer-of-qwen3-next": 768,
+MIXERS = {  # numbers of a token in the packed projection; groups of value heads, one key head's or all
+    "mixer": (12352, 1),
+    "mixer-of-qwen3-next": (12288, 16),
 }
 NORMS = {  # columns, activation, dtype
     "norm-128": (128, None, torch.bfloat16),
@@ -88,9 +88,9 @@ def call_norm(D: int, activation: str | None, dtype: torch.dtype) -> None:
     normalize_backward(p, inputs, x)
 
 
-def call_mixer(pitch: int) -> None:
+def call_mixer(P: int, groups: int) -> None:
     """The convolutions of a layer with 16 key heads and 32 value heads of 128."""
-    q, k, v, _ = projections(pitch)
+    q, k, v, _ = projections(P, groups)
     new = partial(torch.empty, device="meta", dtype=torch.bfloat16)
     x = ConvolvedHeads(q, k, v, new(2048, 4), new(2048, 4), new(4096, 4))
     p = ConvolutionProblem("launches", 1, 256, 8192, 4, 1, torch.bfloat16, q.device, False, "silu", False, 2048)
@@ -98,21 +98,23 @@ def call_mixer(pitch: int) -> None:
     convolve_heads_backward(p, x, found, (q, k, v), weights=True)
 
 
-def call_mixer_norm(pitch: int) -> None:
+def call_mixer_norm(P: int, groups: int) -> None:
     """The norm of such a layer."""
-    *_, v, z = projections(pitch)
-    p = NormProblem("launches", 128, torch.bfloat16, v.device, "silu", eps=1e-6)
-    o = torch.empty(v.shape, device="meta", dtype=torch.bfloat16)
+    *_, z = projections(P, groups)
+    p = NormProblem("launches", 128, torch.bfloat16, z.device, "silu", eps=1e-6)
+    o = torch.empty(1, 256, 32, 128, device="meta", dtype=torch.bfloat16)
     inputs = Normalized(o, torch.empty(128, device="meta", dtype=torch.bfloat16), z)
     normalize(p, inputs)
     normalize_backward_to(p, inputs, o, z, weights=True)
 
 
-def projections(pitch: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v and z in a packed projection. ``pitch``: numbers from one key head to the next."""
-    packed = torch.empty(1, 256, 12352, device="meta", dtype=torch.bfloat16)
-    strides = {16: (256 * 12352, 12352, pitch, 1), 32: (256 * 12352, 12352, 128, 1)}
-    return tuple(packed.as_strided((1, 256, heads, 128), strides[heads]) for heads in (16, 16, 32, 32))
+def projections(P: int, groups: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v and z in a packed projection, of which groups of heads lie beside each other."""
+    packed, pitch = torch.empty(1, 256, P, device="meta", dtype=torch.bfloat16), 12288 // groups
+    q, k = (packed.as_strided((1, 256, 16, 128), (256 * P, P, pitch if groups > 1 else 128, 1)) for _ in range(2))
+    size = 4096 // groups
+    v, z = (packed.as_strided((1, 256, groups, size), (256 * P, P, pitch, 1)) for _ in range(2))
+    return q, k, v, z
 
 
 def call_gate(HV: int, K: int, lower_bound: float | None, dtype: torch.dtype) -> None:
@@ -127,9 +129,9 @@ def call_gate(HV: int, K: int, lower_bound: float | None, dtype: torch.dtype) ->
 def launches(target: str) -> Iterator[Launch]:
     for name, case in CONVOLUTIONS.items():
         yield Launch(name, partial(call_convolution, case))
-    for name, pitch in MIXERS.items():
-        yield Launch(name, partial(call_mixer, pitch))
-        yield Launch(f"{name}-norm", partial(call_mixer_norm, pitch))
+    for name, packing in MIXERS.items():
+        yield Launch(name, partial(call_mixer, *packing))
+        yield Launch(f"{name}-norm", partial(call_mixer_norm, *packing))
     for name, case in NORMS.items():
         yield Launch(name, partial(call_norm, *case))
     for name, case in GATES.items():

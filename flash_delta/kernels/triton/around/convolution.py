@@ -105,9 +105,8 @@ def tensors_of_part(part, q, k, v):
 def place_of(d, part, strides, HEADS: tl.constexpr):
     """Where channels lie in a token of [B, T, H, K]. HEADS: K of q and k, and that of v; None where heads adjoin."""
     of_q = d if HEADS[0] is None else d // HEADS[0] * strides[2] + d % HEADS[0]
-    if HEADS[0] == HEADS[1]:
-        return of_q
-    return tl.where(part == 2, d if HEADS[1] is None else d // HEADS[1] * strides[2] + d % HEADS[1], of_q)
+    of_v = d if HEADS[1] is None else d // HEADS[1] * strides[2] + d % HEADS[1]
+    return tl.where(part == 2, of_v, of_q)
 
 
 @triton.jit(do_not_specialize=["N", "T", "BT"])
