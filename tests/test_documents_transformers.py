@@ -117,8 +117,8 @@ def test_what_is_no_start(family, monkeypatch):
             return convolve(*args, **kwargs)
 
         patch.setattr(module, "causal_conv1d_fn", watched)
-        mix = _layers._mix
-        patch.setattr(_layers, "_mix", lambda *args: seen.append(args[-1]) or mix(*args))
+        mix = _layers.mix_layer
+        patch.setattr(_layers, "mix_layer", lambda *args: seen.append(args[-1]) or mix(*args))
         model(x, attention_mask=mask, position_ids=positions, use_cache=False)
         cache = DynamicCache(config=model.config)
         model(x, attention_mask=mask, position_ids=positions, **{CACHE: cache})

@@ -98,8 +98,8 @@ def test_logits_and_gradients(family):
 @pytest.fixture
 def mixed(monkeypatch):
     """The layers that run as one op, one entry per call."""
-    seen, run = [], _layers._mix
-    monkeypatch.setattr(_layers, "_mix", lambda layer, *args: seen.append(layer) or run(layer, *args))
+    seen, run = [], _layers.mix_layer
+    monkeypatch.setattr(_layers, "mix_layer", lambda layer, *args: seen.append(layer) or run(layer, *args))
     return seen
 
 

@@ -26,14 +26,15 @@ def project_jointly(projections: Sequence[nn.Module], x: Tensor) -> Tensor | Non
     only there. The modules have to be plain `nn.Linear` without bias, and all of them trained or all frozen. Adapters,
     quantised or sharded weights and hooks want their own calls.
     """
-    weights = [m.weight for m in projections]
-    first = weights[0]
     if not (torch.is_grad_enabled() and x.requires_grad) or is_transformed():
         return None
-    for module, weight in zip(projections, weights, strict=True):
+    if not all(type(m) is nn.Linear and m.bias is None and is_plain(m) for m in projections):
+        return None
+    weights = [m.weight for m in projections]
+    first = weights[0]
+    for weight in weights:
         same = weight.dtype == first.dtype and weight.requires_grad == first.requires_grad
-        plain = type(module) is nn.Linear and module.bias is None and is_plain(module)
-        if not plain or not same or isinstance(weight, DTensor):
+        if not same or isinstance(weight, DTensor):
             return None
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -41,10 +42,10 @@ def project_jointly(projections: Sequence[nn.Module], x: Tensor) -> Tensor | Non
         x, weights = x.to(dtype), [w.to(dtype) for w in weights]
     if torch.compiler.is_compiling():  # a compiler decides by itself what to save
         return F.linear(x, torch.cat(weights))
-    return _Project.apply(x, *weights)
+    return Project.apply(x, *weights)
 
 
-class _Project(torch.autograd.Function):
+class Project(torch.autograd.Function):
     """y = x [W_1; ...; W_n]^T. It saves the weights and not their copy, which would be a second model in memory."""
 
     @staticmethod

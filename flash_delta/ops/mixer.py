@@ -52,13 +52,14 @@ class Layout(NamedTuple):
 
     @classmethod
     def adjoining(
-        cls, H: int, HV: int, K: int, V: int, sources: Sequence[Sequence[str]] = (NAMES,), by_key_head: bool = False
-    ) -> Layout:
-        """Projections with one g per value head. ``sources`` names what each of them has, one after the other, by
-        default q, k, v, z, g and beta in one. ``by_key_head``: each key head has all of its own, its value heads
+        cls, H: int, HV: int, K: int, V: int, sources: tuple[tuple[str, ...], ...] = (NAMES,), gate: str = "scalar",
+        by_key_head: bool = False,
+    ) -> Layout:  # fmt: skip
+        """Projections of which ``sources`` names what each has, one after the other: by default one of q, k, v, z, g
+        and beta. ``gate`` is that of :func:`mix`. ``by_key_head``: each key head has all of its own, its value heads
         included, before the next key head begins."""
         make = _adjoining if torch.compiler.is_compiling() else _known_adjoining
-        return cls(**make(H, HV, K, V, sources, by_key_head))
+        return cls(**make(H, HV, K, V, sources, gate, by_key_head))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -162,9 +163,9 @@ def mix(
 
 
 def _adjoining(
-    H: int, HV: int, K: int, V: int, sources: Sequence[Sequence[str]], by_key_head: bool
+    H: int, HV: int, K: int, V: int, sources: tuple[tuple[str, ...], ...], gate: str, by_key_head: bool
 ) -> dict[str, Place]:
-    shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "z": (HV, V), "g": (HV, 0), "beta": (HV, 0)}
+    shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "z": (HV, V), "g": (HV, K * (gate == "channel")), "beta": (HV, 0)}
     places = {}
     for source, names in enumerate(sources):
         sizes = {name: shapes[name][0] * max(shapes[name][1], 1) for name in names}

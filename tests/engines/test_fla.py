@@ -17,6 +17,7 @@ from fla_calls import HV, B, H, K, T, V, around, rules, with_gradients
 from torch.nn import functional as F
 
 from flash_delta.bench.entry import Entry
+from flash_delta.integrations._fla import layers
 from flash_delta.integrations._fla.door import Door
 from flash_delta.integrations._fla.table import TABLE
 from flash_delta.integrations.fla import install, register, unregister
@@ -40,6 +41,7 @@ if getattr(fla.__spec__, "origin", None) == "flash_delta":
     pytest.skip("this is flash_delta under fla's names", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of fla's
+MIXING = {"GatedDeltaNet", "KimiDeltaAttention"}  # layers that run as one op
 BY_REGISTRY = {"chunk_gated_delta_rule", "chunk_kda", "fused_kda_gate", "causal_conv1d_update"}
 BY_REGISTRY |= set() if fla.__version__ == "0.5.2" else {"fused_recurrent_simple_gla"}
 
@@ -247,6 +249,30 @@ def test_layers_train(name, kind):
         assert_like(a, b, rounded)
 
 
+@pytest.mark.parametrize("name", sorted(MIXING))
+def test_a_layer_mixes(report, name, monkeypatch):
+    """Its source is known, and one op runs between its projections, if nothing needs fla's own forward function."""
+    layer, seen, run = make(name), [], layers.mix_layer
+    monkeypatch.setattr(layers, "mix_layer", lambda *args: seen.append(args) or run(*args))
+    x = torch.randn(1, T, 32, requires_grad=True)
+
+    def mixes(x=x, **options):
+        del seen[:]
+        layer(x, **options)
+        return len(seen) == 1
+
+    assert mixes()
+    assert mixes(cu_seqlens=torch.tensor([0, 30, T]))
+    assert not mixes(attention_mask=torch.ones(1, T, dtype=torch.long))
+    assert not mixes(use_cache=True)
+    with torch.no_grad():
+        assert mixes()
+        assert not mixes(x[:, :64])  # so few tokens are walked one by one
+    hook = layer.o_norm.register_forward_hook(lambda *_: None)
+    assert not mixes()
+    hook.remove()
+
+
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "KimiDeltaAttention", "DeltaNet"])
 def test_layers_decode(report, name):
     from fla.models.utils import Cache
@@ -368,14 +394,17 @@ def test_it_leaves_fla_as_it_was():
     before = bound()
     with register() as report:
         assert set(report.registered) == BY_REGISTRY
-        assert {entry.new.implementation.__name__ for entry in report.replaced} == {
-            taken.ours.__name__ for taken in TABLE
-        } - BY_REGISTRY
+        classes = {entry.owner: entry.old for entry in report.replaced if entry.name == "forward"}
+        assert {cls.__name__ for cls in classes} == MIXING
+        assert all(cls.forward is not old for cls, old in classes.items())
+        functions = {entry.new.implementation.__name__ for entry in report.replaced if entry.owner not in classes}
+        assert functions == {taken.ours.__name__ for taken in TABLE} - BY_REGISTRY
         assert report.refused == ()
         assert str(register()) == str(report)
         changed = {name for name, function in bound().items() if before.get(name) is not function}
         assert ("fla.layers.delta_net", "chunk_delta_rule") in changed
     assert bound() == before
+    assert all(cls.forward is old for cls, old in classes.items())
     assert (report.registered, report.replaced) == ((), ())
     with pytest.raises(RuntimeError, match="register"):
         install()

@@ -13,8 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from flash_delta.integrations._fla.door import SWITCH, Door, Taken, stand_in
+from flash_delta.integrations._fla.layers import leave_layers, take_layers
 from flash_delta.integrations._report import Refused, Replaced
+from flash_delta.layers._plain import Project
 from flash_delta.ops._function import DeltaRule
+from flash_delta.ops._mixing.function import Mix
 from flash_delta.ops._modules import Convolve, Gate, Normalize
 
 OLDEST = (0, 5, 2)
@@ -25,6 +28,7 @@ _lock = threading.RLock()
 _doors: list[Door] = []
 _registries: list[Any] = []  # fla's registries that have our backend
 _replaced: list[Replaced] = []
+_layers: list[Replaced] = []
 _refused: list[Refused] = []
 
 
@@ -34,7 +38,8 @@ class register:
     It needs fla 0.5.2 or 0.6.0 and imports it. For functions in fla's own registry, this library becomes a backend
     there, named "flash_delta", which comes before FlashQLA and FlashKDA. Other functions are replaced by ours in every
     module that has them. A call that our function does not take runs in fla as before, for instance if it has an
-    argument that we lack, or would run in PyTorch on a GPU.
+    argument that we lack, or would run in PyTorch on a GPU. Layers of fla whose source we know run as one op between
+    their projections (:func:`flash_delta.ops.mix`), where there is no cache and no padding.
 
     ``register()`` lasts until :func:`unregister`, ``with register():`` until the end of the block. A second
     ``register()`` changes nothing. The environment variable ``FLA_FLASH_DELTA=0`` leaves all calls to fla. With fla's
@@ -42,7 +47,7 @@ class register:
 
     Attributes:
         registered: names of functions for which fla's registry has this library.
-        replaced: for every other name its module, the name, the old function and the new one.
+        replaced: for every other name its module or class, the name, the old function and the new one.
         refused: functions that fla does not have, and functions that are not replaced, each with the reason.
         left: for calls that fla ran, the function's name and the reason, once each.
         functions: the autograd functions that compute now, for frameworks that need to know them by class.
@@ -57,7 +62,7 @@ class register:
         flash_delta in fla 0.6.0: ...
     """
 
-    functions = (DeltaRule, Convolve, Normalize, Gate)
+    functions = (DeltaRule, Convolve, Normalize, Gate, Mix, Project)
 
     def __init__(self) -> None:
         self.version = _version()
@@ -77,7 +82,7 @@ class register:
 
     @property
     def replaced(self) -> tuple[Replaced, ...]:
-        return tuple(_replaced)
+        return (*_replaced, *_layers)
 
     @property
     def refused(self) -> tuple[Refused, ...]:
@@ -99,6 +104,7 @@ class register:
         lines = [f"flash_delta in fla {self.version}: {len(_doors)} functions"]
         lines += [f"  by fla's registry: {', '.join(self.registered)}"] if self.registered else []
         lines += [f"  in place: {', '.join(names)}"] if names else []
+        lines += [f"  layers: {', '.join(entry.owner.__name__ for entry in _layers)}"] if _layers else []
         lines += [f"  refused: {entry}" for entry in _refused]
         return "\n".join([*lines, *(f"  left to fla: {name}: {why}" for name, why in self.left)])
 
@@ -114,7 +120,8 @@ def unregister() -> None:
         for registry in _registries:
             registry._backends.pop(NAME, None)
         _bind({id(entry.new): entry.old for entry in _replaced})
-        for found in (_doors, _registries, _replaced, _refused):
+        leave_layers(_layers)
+        for found in (_doors, _registries, _replaced, _layers, _refused):
             found.clear()
 
 
@@ -161,6 +168,7 @@ def _take_all() -> None:
         registry.register(_backend(backends.BaseBackend, doors))
         _registries.append(registry)
     _replaced.extend(_bind(in_place))
+    _layers.extend(take_layers())
 
 
 def _first(paths: tuple[str, ...]) -> ModuleType | None:
