@@ -35,6 +35,7 @@ from flash_delta.kernels.runtime.workspace import (
     Workspace,
     count_bytes,
 )
+from flash_delta.kernels.triton.around.norm import run_sum
 from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import memory_of, new_segmented_back, run_segmented_back
@@ -167,10 +168,11 @@ def backward_by(
         return backward_by(chunks, p, given, saved, do, dfinal, known)
     d, split = new_gradients(p, x), plan_back(p, chip_of(p.device))
     kernels, spare = _prepare_back(chunks, p, saved, d, split)
+    kernels, d, parts = summing(p, kernels, d)
     with on(p.device):
         kind = _kind_back(chunks, p, saved)
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, split, laid_out(*x, do, dfinal)))
-        run(call, kernels, *d, left=saved, spare=spare)
+        run(call, kernels, *d, left=saved, spare=(*spare, *parts))
     remember(call, (*x, do, dfinal), known, name)
     return gradients_of(x, d)
 
@@ -183,7 +185,7 @@ def later_by(chunks: Chunks, p: Problem, x: Inputs, saves: bool) -> tuple[Call, 
     do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     d, split = new_gradients(nowhere, x), plan_back(p, chip_of(p.device))
     kernels, _ = _prepare_back(chunks, nowhere, saved, d, split)
-    return make_call(p, x, _kind_back(chunks, p, saved), do, None), kernels
+    return make_call(p, x, _kind_back(chunks, p, saved), do, None), summing(nowhere, kernels, d)[0]
 
 
 def _kind_back(chunks: Chunks, p: Problem, saved: tuple[Tensor, ...]) -> tuple:
@@ -368,7 +370,7 @@ def name_back(
 
 
 def gradients_of(x: Inputs, made: Iterable[Tensor | None]) -> Inputs:
-    """The gradients, from the filled tensors of `new_gradients`."""
+    """The gradients, from the filled tensors of `new_gradients` or `summing`."""
     d = Inputs._make(made)
     if x.A_log is not None or x.dt_bias is not None:
         d = d._replace(A_log=summed(d.A_log, x.A_log), dt_bias=summed(d.dt_bias, x.dt_bias))
@@ -376,11 +378,29 @@ def gradients_of(x: Inputs, made: Iterable[Tensor | None]) -> Inputs:
 
 
 def summed(sums: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """The gradient of a parameter, from its float32 sums per chunk and head or per chunk, head and channel."""
+    """The gradient of a parameter, from its float32 sums per head, or per chunk, head and channel."""
     if like is None:
         return None
+    if sums.dim() == 1:
+        return sums.view(like.shape).to(like.dtype)
     over = 0 if like.numel() == sums.shape[1:].numel() else (0, 2)
     return sums.sum(over).reshape(like.shape).to(like.dtype)
+
+
+def summing(p: Problem, kernels: Kernels, d: Inputs) -> tuple[Kernels, Inputs, tuple[Tensor, ...]]:
+    """``kernels`` that also sum the gradients of A_log and dt_bias over chunks, the gradients with these sums, and the
+    parts. With a gate per channel PyTorch sums."""
+    parts = {name: getattr(d, name) for name in ("A_log", "dt_bias") if getattr(d, name) is not None}
+    if p.gate == "channel" or not parts:
+        return kernels, d, ()
+    sums = {name: torch.empty(p.HV, dtype=torch.float32, device=p.device) for name in parts}
+
+    def all_kernels(c: Call) -> None:
+        kernels(c)
+        for name, t in parts.items():
+            run_sum(c, t, sums[name])
+
+    return all_kernels, d._replace(**sums), tuple(parts.values())
 
 
 def new_gradients(p: Problem, x: Inputs) -> Inputs:

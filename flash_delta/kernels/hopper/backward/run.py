@@ -40,7 +40,7 @@ from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.compile_key import laid_out
 from flash_delta.kernels.runtime.launch import Kernels, remember, run
 from flash_delta.kernels.runtime.workspace import Trace, Walked, Workspace
-from flash_delta.kernels.triton.backend import new_gradients, with_contiguous_vectors
+from flash_delta.kernels.triton.backend import new_gradients, summing, with_contiguous_vectors
 from flash_delta.problem import Inputs, KnownCall, Problem
 
 
@@ -84,7 +84,8 @@ def run_backward(
     with on(p.device):
         call = make_call(p, x, kind, do, dfinal, known=known, name=(kind, *form, laid_out(*x, do, dfinal)))
         kernels, spare = prepare_back(p, x, (do, dfinal), saved, found, length, tapes)
-        run(call, kernels, *found, left=saved, spare=spare)
+        kernels, found, sums = summing(p, kernels, found)
+        run(call, kernels, *found, left=saved, spare=(*spare, *sums))
     remember(call, (*x, do, dfinal), known, name)
     return found
 
@@ -95,8 +96,9 @@ def later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
     nowhere, x = p._replace(device=torch.device("meta")), with_contiguous_vectors(x)
     do = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     saved = (for_backward(padded(nowhere)).buffer,)
-    kernels, _ = prepare_back(nowhere, x, (do, None), saved, new_gradients(nowhere, x), None)
-    return make_call(p, x, _kind(p), do, None), kernels
+    d = new_gradients(nowhere, x)
+    kernels, _ = prepare_back(nowhere, x, (do, None), saved, d, None)
+    return make_call(p, x, _kind(p), do, None), summing(nowhere, kernels, d)[0]
 
 
 def _kind(p: Problem) -> tuple:

@@ -165,6 +165,13 @@ def run_total(c: Call, parts: Tensor, dweight: Tensor, dbias: Tensor | None) -> 
     launch(c, total, (parts, dweight, dbias), Plan((-(-D // TOTAL.BV), rows, 1), TOTAL, (P,), constants))
 
 
+def run_sum(c: Call, parts: Tensor, sums: Tensor) -> None:
+    """Sums parts [P, D] over P, always in the same order."""
+    P, D = parts.shape
+    constants = {"D": D, "W": 1, "ROWS": 1, "BP": SUMMED, "BD": TOTAL.BV}
+    launch(c, total, (parts, sums, None), Plan((-(-D // TOTAL.BV), 1, 1), TOTAL, (P,), constants))
+
+
 def row_tile(D: int, numbers: int) -> tuple[int, int, Tile]:
     """Columns and rows of a norm's tile, and its warps."""
     BD = next_power_of_2(D)
