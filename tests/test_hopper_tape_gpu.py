@@ -17,7 +17,7 @@ from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.tiles import WIDE
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import chip_of
-from flash_delta.kernels.triton.backend import new_gradients
+from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.problem import Inputs, Problem
 
 HV, T, N, WIDTH = 16, 12000, 24, 128

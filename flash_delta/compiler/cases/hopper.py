@@ -44,7 +44,7 @@ from flash_delta.kernels.runtime.workspace import (
     Walked,
     Workspace,
 )
-from flash_delta.kernels.triton.backend import new_gradients
+from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.problem import Inputs, Problem
 
 

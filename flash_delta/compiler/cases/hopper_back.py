@@ -17,7 +17,7 @@ from flash_delta.kernels.hopper.segments.scan import run_retrace
 from flash_delta.kernels.hopper.tiles import Pace
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.workspace import Trace, Workspace
-from flash_delta.kernels.triton.backend import new_gradients
+from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.problem import Inputs, Problem
 
 

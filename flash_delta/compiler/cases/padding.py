@@ -9,7 +9,7 @@ from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
 from flash_delta.kernels.hopper.padding import Found, gradients_in, new_padded, padded, run_narrow, run_widen
 from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.kernels.triton.backend import new_gradients
+from flash_delta.kernels.triton.backward.results import new_gradients
 
 PADDED = {"padded": 100, "padded-60": 60, "padded-96": 96}  # widths of heads, of packed sequences with states
 

@@ -20,12 +20,12 @@ from flash_delta.kernels.runtime.workspace import (
     Solved,
     Workspace,
 )
-from flash_delta.kernels.triton.backend import new_gradients
 from flash_delta.kernels.triton.backward.channel_gradients import run_channel_gradients
 from flash_delta.kernels.triton.backward.gradients import run_gates, run_key_gradients, run_query_gradients
 from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, run_halved_gradients
 from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
 from flash_delta.kernels.triton.backward.pairs import run_pairs
+from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import new_segmented_back, run_ends, run_segments_back
 from flash_delta.kernels.triton.forward.channel import run_channel

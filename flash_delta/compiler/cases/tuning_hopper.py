@@ -15,7 +15,7 @@ from flash_delta.kernels.hopper.backward.run import prepare_back
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.tiles import WALK_BACK, ChannelTile
 from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.kernels.triton.backend import new_gradients
+from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import backend
 

@@ -58,6 +58,7 @@ from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, chip_of
 from flash_delta.kernels.runtime.launch import Kernels, again, remember, run
 from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.kernels.triton import backend as triton
+from flash_delta.kernels.triton.backward.results import gradients_of
 from flash_delta.kernels.triton.forward.scan_launches import crowded
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
@@ -96,11 +97,9 @@ def unsupported(problem: Problem) -> str | None:
         return f"on a pool it runs {triton.DECODED}"
     if problem.pool is not None and (problem.K == WHOLE or problem.V != problem.K):
         return f"on a pool K and V have to be 64 or 128, both; they are {problem.K} and {problem.V}"
-    if _unsupported_pool(problem):
-        return _unsupported_pool(problem)
     if problem.scale <= 0:
         return f"scale has to be positive, it is {problem.scale}"
-    return None
+    return _unsupported_pool(problem)
 
 
 def _walks_in_triton(p: Problem) -> bool:
@@ -279,7 +278,7 @@ def backward(
     name = triton.name_back(p, x, saved, do, dfinal)
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
-        return triton.gradients_of(x, made)
+        return gradients_of(x, made)
     if p.gate == "channel" and p.N * p.T:
         return by_channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
@@ -292,7 +291,7 @@ def backward(
         d = backward(p, given[0], saved, *given[1:], known)
         return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
     made = by_hand.run_backward(p, x, saved, do, dfinal, known, _length(padded(p), chip_of(p.device)), name)
-    return triton.gradients_of(x, made)
+    return gradients_of(x, made)
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:

@@ -40,7 +40,8 @@ from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.compile_key import laid_out
 from flash_delta.kernels.runtime.launch import Kernels, remember, run
 from flash_delta.kernels.runtime.workspace import Trace, Walked, Workspace
-from flash_delta.kernels.triton.backend import new_gradients, summing, with_contiguous_vectors
+from flash_delta.kernels.triton.backend import with_contiguous_vectors
+from flash_delta.kernels.triton.backward.results import new_gradients, summing
 from flash_delta.problem import Inputs, KnownCall, Problem
 
 
