@@ -3,14 +3,17 @@
 Without a GPU in Triton's interpreter.
 """
 
+from copy import deepcopy
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from safetensors.torch import save_file
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
-from flash_delta.layers._plain import project_jointly
+from flash_delta.layers._plain import adjoining, let_adjoin, project_jointly
 from flash_delta.ops._mixing import function
 from flash_delta.ops.mixer import Layout, Place, mix
 from flash_delta.problem import ENVIRONMENT
@@ -342,6 +345,36 @@ def test_one_product_saves_no_copy_of_the_weights():
         project_jointly(modules, x)
     known = {t.untyped_storage().data_ptr() for t in (x, *(m.weight for m in modules))}
     assert {t.untyped_storage().data_ptr() for t in saved} <= known
+
+
+def test_weights_that_adjoin(tmp_path):
+    """The same numbers without a copy of the weights, forward and backward; other code sees the parameters as ever."""
+    modules, x, dy = projections(), torch.randn(2, 5, 48, requires_grad=True), torch.randn(2, 5, 48)
+    weights = [m.weight for m in modules]
+    before = [w.clone() for w in weights]
+
+    def run():
+        return torch.autograd.grad(project_jointly(modules, x), [x, *weights], dy)
+
+    want = run()
+    let_adjoin(modules)
+    assert [m.weight for m in modules] == weights
+    assert adjoining(weights)
+    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", None)
+        assert all(torch.equal(a, b) for a, b in zip(run(), want, strict=True))
+        with torch.no_grad():
+            assert project_jointly(modules, x).shape == dy.shape
+    optimizer = torch.optim.AdamW(weights)
+    project_jointly(modules, x).sum().backward()
+    optimizer.step()
+    assert adjoining(weights)
+    save_file({str(i): w.detach() for i, w in enumerate(weights)}, tmp_path / "weights.safetensors")
+    copies = [m.weight for m in deepcopy(modules)]
+    assert not adjoining(copies)
+    assert not adjoining(weights[1:] + weights[:1])
+    assert not adjoining([weights[0], weights[0].T.contiguous().T])
 
 
 class Adapter(nn.Linear):

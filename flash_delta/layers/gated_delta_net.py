@@ -89,6 +89,7 @@ class GatedDeltaNet(ScalarGateMixer):
         self.allow_neg_eigval = as_bool(layer, "allow_neg_eigval", allow_neg_eigval)
         self._add_gate()
         self._add_norm(as_bool(layer, "use_gate", use_gate), norm_eps, output_gate_activation)
+        self._let_adjoin()
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return fused_recurrent_gated_delta_rule if recurrent else chunk_gated_delta_rule

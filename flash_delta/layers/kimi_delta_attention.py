@@ -102,6 +102,7 @@ class KimiDeltaAttention(DeltaMixer):
         self.g_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_v_dim, bias=True)
         self._add_gate(self.num_v_heads * self.head_k_dim)
         self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid", backend)
+        self._let_adjoin()
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (1, 16), or 1 with safe_gate; dt log-uniform in [0.001, 0.1]."""
@@ -113,6 +114,10 @@ class KimiDeltaAttention(DeltaMixer):
             nn.Linear(in_features, self.head_v_dim, bias=False),
             nn.Linear(self.head_v_dim, out_features, bias=bias),
         )
+
+    def _projections(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+        joint = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "beta": self.b_proj}
+        return joint, {"g": self.f_proj, "z": self.g_proj}
 
     def _raw_gate(self, x: Tensor) -> Tensor:
         return self.f_proj(x).unflatten(-1, (-1, self.head_k_dim))  # [B, T, HV, K]

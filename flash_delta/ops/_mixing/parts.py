@@ -112,7 +112,9 @@ def mix_backward(
     convolution, rule, norm = known.parts
     (q, k, v, o), saved = kept[:4], kept[4:]
     tokens = open_places(x[PROJECTED], places)
-    d = Mixed(*(None if t is None else t.new_empty(t.shape) for t in x[PROJECTED]), *(None,) * 7)
+    alone = sources_of_gates(x, places)
+    projected = (None if t is None or i in alone else t.new_empty(t.shape) for i, t in enumerate(x[PROJECTED]))
+    d = Mixed(*projected, *(None,) * 7)
     to = open_places(d[PROJECTED], places)
     found = norm.backend.normalize_backward_to(
         norm.problem, Normalized(o, x.norm_weight, tokens[5]), dy, to[5], needs.norm_weight, norm
@@ -123,11 +125,11 @@ def mix_backward(
     taps = convolution.backend.convolve_heads_backward(
         convolution.problem, tokens_and_taps, of_rule[:3], tuple(to[:3]), any(needs[TAPS]), convolution
     )
-    if places:
-        to[3].copy_(of_rule.g.view(to[3].shape))
-        to[4].copy_(of_rule.beta.view(to[4].shape))
-    else:
-        d = d._replace(fourth=of_rule.g, fifth=of_rule.beta)
+    for t, place, source in zip((of_rule.g, of_rule.beta), to[3:5], alone, strict=True):
+        if source is None:
+            place.copy_(t.view(place.shape))
+        else:
+            d = d._replace(**{Mixed._fields[source]: t.view(x[source].shape)})
     if taps is not None and x.k_weight is None:
         d = d._replace(q_weight=taps.view(x.q_weight.shape))
     elif taps is not None:
@@ -152,10 +154,10 @@ def open_places(projected: Sequence[Tensor | None], places: Places) -> list[Tens
         return list(projected)
     found = []
     for offset, heads, width, pitch, together, source in places:
-        if not heads:
+        x = projected[source]
+        if not heads or x is None:
             found.append(None)
             continue
-        x = projected[source]
         (B, T, _), (row, token, _), start = x.shape, x.stride(), x.storage_offset() + offset
         if width or together > 1:
             size = (B, T, heads // together, together * (width or 1))
@@ -163,6 +165,14 @@ def open_places(projected: Sequence[Tensor | None], places: Places) -> list[Tens
         else:
             found.append(x.as_strided((B, T, heads), (row, token, pitch), start))
     return found
+
+
+def sources_of_gates(x: Mixed, places: Places) -> list[int | None]:
+    """The projections that have only g, and only beta; None for one that has more."""
+    if not places:
+        return [3, 4]
+    sizes = [(source, heads * (width or 1)) for _, heads, width, *_, source in places[3:5]]
+    return [source if x[source].shape[2] == size else None for source, size in sizes]
 
 
 def by_head(p: Problem, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
