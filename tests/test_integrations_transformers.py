@@ -103,7 +103,7 @@ def mixed(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "linear_num_key_heads" in FAMILIES[name][2]])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "bailing_hybrid"])
 def test_a_layer_mixes(family, mixed):
     """Without a cache everything between the projections is one op, if nothing of it has been changed."""
     model = build(family, torch.float64)
@@ -116,7 +116,7 @@ def test_a_layer_mixes(family, mixed):
     with float64(family), enable(model):
         want, count = run()
         assert count == 1
-        if family != "qwen4_exp":  # its attention mixes documents
+        if family not in ("qwen4_exp", "glm5_next"):  # their attention mixes documents
             assert run(seq_idx=torch.zeros_like(x), position_ids=torch.arange(9).expand(2, 9))[1] == 0
         del mixed[:]
         model(x, use_cache=True)

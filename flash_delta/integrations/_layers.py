@@ -9,41 +9,70 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, partial, wraps
+from types import ModuleType
 from typing import Any
 
 from flash_delta.integrations._mixing import Form, digest, mix_layer, mixes
-from flash_delta.ops.mixer import NAMES
 
 UNMIXED = "cache_params", "cache", "cp_context"
 
 _form = partial(
-    Form, convolutions=("conv1d",), norm="norm", eps="variance_epsilon", out="out_proj", key_heads="num_k_heads"
-)
+    Form, convolutions=("conv1d",), norm="norm", eps="variance_epsilon", out="out_proj",
+    sizes=("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+)  # fmt: skip
 QWEN3_NEXT = _form(
-    ("in_proj_qkvz", "in_proj_ba"), (("q", "k", "v", "z"), ("beta", "g")), by_key_head=True,
+    ((("in_proj_qkvz",), ("q", "k", "v", "z")), (("in_proj_ba",), ("beta", "g"))), by_key_head=True,
     helper="fix_query_key_value_ordering",
 )  # fmt: skip
 QWEN3_5 = _form(  # and Qwen4-Exp, Lara-mini
-    ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"), (("q", "k", "v"), ("z",), ("g",), ("beta",))
+    (
+        (("in_proj_qkv",), ("q", "k", "v")),
+        (("in_proj_z",), ("z",)),
+        (("in_proj_a",), ("g",)),
+        (("in_proj_b",), ("beta",)),
+    )
 )
-OLMO_HYBRID = _form(
-    ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj"), tuple((name,) for name in NAMES), norm="o_norm",
-    out="o_proj",
+_APART = tuple(
+    ((f"{module}_proj",), (name,))
+    for module, name in (("q", "q"), ("k", "k"), ("v", "v"), ("g", "z"), ("a", "g"), ("b", "beta"))
+)
+OLMO_HYBRID = _form(_APART, norm="o_norm", out="o_proj")
+KIMI_LINEAR = _form(  # and GLM-5-Next
+    (
+        *_APART[:3],
+        (("b_proj",), ("beta",)),
+        (("forget_gate.f_a_proj", "forget_gate.f_b_proj"), ("g",)),
+        (("g_a_proj", "g_b_proj"), ("z",)),
+    ),
+    norm="o_norm", out="o_proj", sizes=("num_heads", "num_heads", "head_dim", "head_dim"), gate="channel",
+    gate_module="forget_gate", lower_bound="safe_gate_lower_bound",
 )  # fmt: skip
 
 # By the digest of a forward function, in transformers 5.17.0, 5.23.0 and 5.24.0.
 FORMS = {
     "fc80496fd00b7992": QWEN3_NEXT, "177c5d3df989a7b4": QWEN3_NEXT, "d97f22719fb58479": QWEN3_NEXT,
     "bd25761e1031fff0": QWEN3_5, "8f31ae7d35daf534": QWEN3_5, "08cf65a63ca582a2": QWEN3_5,
+    "abef7c9baf57573d": KIMI_LINEAR, "e696ac62c104e9c6": KIMI_LINEAR, "18a6676bcbf5260a": KIMI_LINEAR,
     "2cf524e0f1f4b609": OLMO_HYBRID, "167004f14399b33e": OLMO_HYBRID, "bc540b7a213f93d0": OLMO_HYBRID,
 }  # fmt: skip
 
 
-def form_of(cls: Any, module: str) -> Form | None:
+GATES = "f855c68f8a68417b", "519132022b862dc7"  # of Kimi-Linear and GLM-5-Next
+
+
+def form_of(cls: Any, module: ModuleType) -> Form | None:
     """The form of a layer's class of ``module``, if its source is known."""
-    if not (inspect.isclass(cls) and cls.__module__ == module and "forward" in vars(cls)):
+    if not _is_own(cls, module):
         return None
-    return FORMS.get(digest(getattr(cls.forward, "of_functions", cls.forward)))
+    form = FORMS.get(digest(getattr(cls.forward, "of_functions", cls.forward)))
+    if form is None or form.gate_module is None:
+        return form
+    forwards = [gate.forward for gate in vars(module).values() if _is_own(gate, module)]
+    return form._replace(gate_forwards=tuple(forward for forward in forwards if digest(forward) in GATES))
+
+
+def _is_own(cls: Any, module: ModuleType) -> bool:
+    return inspect.isclass(cls) and cls.__module__ == module.__name__ and "forward" in vars(cls)
 
 
 def mixing(forward: Callable[..., Any], form: Form) -> Callable[..., Any]:

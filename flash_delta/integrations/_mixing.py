@@ -10,29 +10,32 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flash_delta.layers._plain import is_plain, project_jointly
+from flash_delta.layers._plain import Projection, is_plain, project
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops.mixer import Layout, mix
 
 
 class Form(NamedTuple):
-    """What a layer calls its parts, and what each projection has."""
+    """The names of a layer's parts."""
 
-    projections: tuple[str, ...]
-    sources: tuple[tuple[str, ...], ...]
+    projections: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]  # modules one after the other; what they project
     convolutions: tuple[str, ...]
     norm: str
     eps: str
     out: str
-    key_heads: str
+    sizes: tuple[str, str, str, str]  # H, HV, K, V
     gate: str = "scalar"
     by_key_head: bool = False
     helper: str | None = None  # a method that the forward pass calls, which a subclass might replace
+    gate_module: str | None = None  # the module that has A_log and dt_bias, if it is not the layer
+    gate_forwards: tuple[Callable[..., Any], ...] = ()  # the forward functions of that module that we know
+    lower_bound: str | None = None  # the attribute of modules that have a bound
 
 
 @cache
@@ -52,34 +55,42 @@ def mixes(layer: nn.Module, form: Form, forward: Callable[..., Any]) -> bool:
     convolutions, norm = [getattr(layer, name) for name in form.convolutions], getattr(layer, form.norm)
     if getattr(norm, "activation", None) not in ACTIVATIONS or norm.weight is None:
         return False
+    gate = layer if form.gate_module is None else getattr(layer, form.gate_module)
     parts = [*convolutions, norm]
+    parameters = *(part.weight for part in parts), gate.A_log, gate.dt_bias
+    if gate is not layer:
+        if not is_plain(gate) or not any(type(gate).forward is known for known in form.gate_forwards):
+            return False
+        bound = _lower_bound(gate, form)
+        if bound is not None and not -5 <= bound < 0:
+            return False
     if any(c.bias is not None for c in convolutions) or not all(is_plain(part) for part in parts):
         return False
-    parameters = *(part.weight for part in parts), layer.A_log, layer.dt_bias
     return not any(isinstance(t, DTensor) for t in parameters)
 
 
 def mix_layer(layer: nn.Module, form: Form, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The layer's output for x [B, T, D]."""
-    projections, sources = [getattr(layer, name) for name in form.projections], form.sources
-    projected = None if form.by_key_head else project_jointly(projections, x)
-    if projected is None:
-        projected = [projection(x) for projection in projections]
-    else:
-        sources = (tuple([name for names in sources for name in names]),)
-    sizes = getattr(layer, form.key_heads), layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    projections = [Projection(parts, [attrgetter(path)(layer) for path in paths]) for paths, parts in form.projections]
+    projected, sources = project(projections, x, jointly=not form.by_key_head)
     norm, taps = getattr(layer, form.norm), [getattr(layer, name).weight for name in form.convolutions]
+    gate = layer if form.gate_module is None else getattr(layer, form.gate_module)
     y = mix(
         projected,
         taps if len(taps) > 1 else taps[0],
-        layer.A_log,
-        layer.dt_bias,
+        gate.A_log.flatten(),
+        gate.dt_bias,
         norm.weight,
-        layout=Layout.adjoining(*sizes, sources, form.gate, form.by_key_head),
+        layout=Layout.adjoining(*(getattr(layer, name) for name in form.sizes), sources, form.gate, form.by_key_head),
         gate=form.gate,
         norm_eps=getattr(norm, form.eps),
         norm_activation=ACTIVATIONS[norm.activation],
+        lower_bound=_lower_bound(gate, form),
         allow_neg_eigval=getattr(layer, "allow_neg_eigval", False),
         cu_seqlens=cu_seqlens,
     )
     return getattr(layer, form.out)(y)
+
+
+def _lower_bound(gate: nn.Module, form: Form) -> float | None:
+    return None if form.lower_bound is None else getattr(gate, form.lower_bound, None)

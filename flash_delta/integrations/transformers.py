@@ -9,8 +9,9 @@ imported. So a model may be created before or after. The exception is a norm who
 accelerate's hooks, with ``device_map``, or by hub kernels). It keeps that forward, and ``enable(model)`` refuses such a
 model.
 
-Gated DeltaNet layers whose source is known run as one op between their projections (:func:`flash_delta.ops.mix`), if
-there is no cache. They do not if hooks, sharded weights or a subclass want one of their parts to be called.
+Layers whose source is known, which are all but those of Bailing-hybrid, run as one op between their projections
+(:func:`flash_delta.ops.mix`), if there is no cache. They do not if hooks, sharded weights or a subclass want one of
+their parts to be called.
 
 Models of transformers 5.17.0, 5.23.0 and 5.24.0, which are tested:
 
@@ -178,7 +179,7 @@ def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callabl
             yield cls, "forward", gated_norm
         if walks_layers(cls, module.__name__):
             yield cls, "forward", separating(cls.forward)
-        if (form := form_of(cls, module.__name__)) is not None:
+        if (form := form_of(cls, module)) is not None:
             yield cls, "forward", mixing(cls.forward, form)
 
 

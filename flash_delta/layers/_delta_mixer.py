@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.layers._mixer import Mixer
-from flash_delta.layers._plain import is_plain, let_adjoin, project_jointly
+from flash_delta.layers._plain import Projection, is_plain, let_adjoin, project
 from flash_delta.modules._shards import own_shard, shared
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import fused_gdn_gate
@@ -77,17 +77,12 @@ class DeltaMixer(Mixer):
 
     def _project(self, x: Tensor) -> tuple[list[Tensor], Layout]:
         """The projections, and where they have q, k, v, z, g and beta."""
-        joint, alone = self._projections()
-        together = project_jointly([*joint.values()], x)
-        if together is None:
-            joint, alone = {}, joint | alone
-        projected = [*([] if together is None else [together]), *(module(x) for module in alone.values())]
-        sources = (*([tuple(joint)] if joint else []), *((name,) for name in alone))
+        projected, sources = project([Projection((name,), [m]) for name, m in self._projections().items()], x)
         sizes = self.num_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
         return projected, Layout.adjoining(*sizes, sources, self.gate)
 
-    def _projections(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-        """What projects q, k, v, z, g and beta: what may run as one product, and the others."""
+    def _projections(self) -> dict[str, nn.Module]:
+        """What projects q, k, v, z, g and beta."""
         raise NotImplementedError
 
     def _apply(self, fn, recurse: bool = True) -> DeltaMixer:
@@ -97,7 +92,7 @@ class DeltaMixer(Mixer):
 
     def _let_adjoin(self) -> None:
         if self.gate is not None and self.q_proj.weight.is_cuda:
-            let_adjoin([*self._projections()[0].values()])
+            let_adjoin([m for m in self._projections().values() if isinstance(m, nn.Linear)])
 
     def _gates(self, x: Tensor) -> dict[str, Tensor]:
         return {"g": self._raw_gate(x), "beta": self.b_proj(x)}
@@ -134,10 +129,9 @@ class ScalarGateMixer(DeltaMixer):
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         super()._add_gate(self.num_v_heads)
 
-    def _projections(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-        gate = {"z": self.g_proj} if self.use_gate else {}
-        joint = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj} | gate
-        return joint | {"g": self.a_proj, "beta": self.b_proj}, {}
+    def _projections(self) -> dict[str, nn.Module]:
+        tokens = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
+        return tokens | ({"z": self.g_proj} if self.use_gate else {}) | {"g": self.a_proj, "beta": self.b_proj}
 
     def initial_gate(self) -> tuple[Tensor, Tensor]:
         """A uniform in (0, 16), dt log-uniform in [0.001, 0.1]."""

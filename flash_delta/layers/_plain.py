@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,29 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def is_plain(module: nn.Module) -> bool:
     """Whether calling the module does no more than the forward function of its class."""
     return "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in HOOKS)
+
+
+class Projection(NamedTuple):
+    """Modules that are called one after the other, and what they project, side by side."""
+
+    parts: tuple[str, ...]
+    modules: Sequence[nn.Module]
+
+
+def project(
+    projections: Sequence[Projection], x: Tensor, jointly: bool = True
+) -> tuple[list[Tensor], tuple[tuple[str, ...], ...]]:
+    """x [B, T, D] through all of them, and what each result has. `nn.Linear` alone are one product, if they may."""
+    single = [p for p in projections if len(p.modules) == 1 and isinstance(p.modules[0], nn.Linear)]
+    together = project_jointly([p.modules[0] for p in single], x) if jointly and len(single) > 1 else None
+    alone = [p for p in projections if together is None or not any(p is q for q in single)]
+    results, sources = ([], ()) if together is None else ([together], (sum((p.parts for p in single), ()),))
+    for parts, modules in alone:
+        y = x
+        for module in modules:
+            y = module(y)
+        results, sources = [*results, y], (*sources, parts)
+    return results, sources
 
 
 def project_jointly(projections: Sequence[nn.Module], x: Tensor) -> Tensor | None:

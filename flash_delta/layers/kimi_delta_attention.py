@@ -115,9 +115,9 @@ class KimiDeltaAttention(DeltaMixer):
             nn.Linear(self.head_v_dim, out_features, bias=bias),
         )
 
-    def _projections(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-        joint = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj, "beta": self.b_proj}
-        return joint, {"g": self.f_proj, "z": self.g_proj}
+    def _projections(self) -> dict[str, nn.Module]:
+        tokens = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
+        return tokens | {"beta": self.b_proj, "g": self.f_proj, "z": self.g_proj}
 
     def _raw_gate(self, x: Tensor) -> Tensor:
         return self.f_proj(x).unflatten(-1, (-1, self.head_k_dim))  # [B, T, HV, K]

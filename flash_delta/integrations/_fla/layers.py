@@ -20,17 +20,18 @@ from flash_delta.integrations._fla.door import CPU, SWITCH
 from flash_delta.integrations._mixing import Form, digest, mix_layer, mixes
 from flash_delta.integrations._report import Replaced
 from flash_delta.ops import chunk_gated_delta_rule, chunk_kda, explain
-from flash_delta.ops.mixer import NAMES
 
 FEW = 64  # tokens up to which fla's layers walk token by token, if there are no gradients
 UNMIXED = "attention_mask", "past_key_values"
 
 _form = partial(
-    Form, sources=tuple((name,) for name in NAMES), convolutions=("q_conv1d", "k_conv1d", "v_conv1d"), norm="o_norm",
-    eps="eps", out="o_proj", key_heads="num_heads",
+    Form, convolutions=("q_conv1d", "k_conv1d", "v_conv1d"), norm="o_norm", eps="eps", out="o_proj",
+    sizes=("num_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
 )  # fmt: skip
-GDN = _form(("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj"), helper="_use_fused_qkv_conv")
-KDA = _form(("q_proj", "k_proj", "v_proj", "g_proj", "f_proj", "b_proj"), gate="channel")
+_TOKENS = tuple(((f"{name}_proj",), (name,)) for name in "qkv")
+_BETA = (("b_proj",), ("beta",))
+GDN = _form((*_TOKENS, (("g_proj",), ("z",)), (("a_proj",), ("g",)), _BETA), helper="_use_fused_qkv_conv")
+KDA = _form((*_TOKENS, _BETA, (("f_proj",), ("g",)), (("g_proj",), ("z",))), gate="channel")
 
 LAYERS = (("gated_deltanet", "GatedDeltaNet"), ("kda", "KimiDeltaAttention"))
 FORMS = {  # by the digest of a forward function, in fla 0.5.2 and 0.6.0
