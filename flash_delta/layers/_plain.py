@@ -50,15 +50,15 @@ def project_jointly(projections: Sequence[nn.Module], x: Tensor) -> Tensor | Non
     without bias, and all of them trained or all frozen. Adapters, quantised or sharded weights and hooks want their own
     calls.
     """
-    weights = [m.weight for m in projections if _is_usual(m)]
-    trains = torch.is_grad_enabled() and x.requires_grad
-    if len(weights) != len(projections) or is_transformed() or not (trains or adjoining(weights)):
+    weights, kind = [m.weight for m in projections if _is_usual(m)], x.device.type
+    if len(weights) != len(projections) or is_transformed():
         return None
-    first = weights[0]
+    autocast, first = kind != "meta" and torch.is_autocast_enabled(kind), weights[0]
+    if not (torch.is_grad_enabled() and x.requires_grad) and (autocast or not adjoining(weights)):
+        return None
     if any(w.dtype != first.dtype or w.requires_grad != first.requires_grad for w in weights):
         return None
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
+    if autocast:
         dtype = torch.get_autocast_dtype(kind)
         x, weights = x.to(dtype), [w.to(dtype) for w in weights]
     if torch.compiler.is_compiling():  # a compiler decides by itself what to save
@@ -113,7 +113,7 @@ class Project(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
         x, *weights = ctx.saved_tensors
         dy = dy.flatten(0, 1)
-        dx = torch.mm(dy, _together(weights)).view(x.shape)
+        dx = torch.mm(dy, _together(weights)).view(x.shape) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, *[None] * len(weights)
         return dx, *torch.mm(dy.t(), x.flatten(0, 1)).split([len(w) for w in weights])
