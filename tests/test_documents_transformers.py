@@ -9,7 +9,7 @@ from test_integrations_transformers import DENSE, GPU, float64, tokens, with_gra
 from tiny_transformers import FAMILIES, build, modelling
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from flash_delta.integrations import _layers
+from flash_delta.integrations._transformers import layers
 from flash_delta.integrations.transformers import enable
 from flash_delta.models.heads import CACHE
 from flash_delta.testing import assert_accurate, relative_error
@@ -117,8 +117,8 @@ def test_what_is_no_start(family, monkeypatch):
             return convolve(*args, **kwargs)
 
         patch.setattr(module, "causal_conv1d_fn", watched)
-        mix = _layers.mix_layer
-        patch.setattr(_layers, "mix_layer", lambda *args: seen.append(args[-1]) or mix(*args))
+        mix = layers.mix_layer
+        patch.setattr(layers, "mix_layer", lambda *args: seen.append(args[-1]) or mix(*args))
         model(x, attention_mask=mask, position_ids=positions, use_cache=False)
         cache = DynamicCache(config=model.config)
         model(x, attention_mask=mask, position_ids=positions, **{CACHE: cache})

@@ -412,7 +412,7 @@ def list_parts(walks, parts, indices, bounds, N, cutting):
     @triton.jit
     def listing(walks, parts, read, write, cu_seqlens, N, T, cut, room, before, HV: tl.constexpr, SHORT: tl.constexpr):
         tables, slots = (read, write, None, 1, 1, 0), (2000, -1)
-        prompt_list.list_walks(walks, parts, tables, cu_seqlens, N, T, slots, (cut, room, before), HV, 64, SHORT)
+        prompt_list.list_walks(walks, parts, tables, cu_seqlens, N, T, slots, cut + (room, before), HV, 64, SHORT)  # noqa: RUF005
 
     listing[(1,)](walks, parts, *indices, bounds, N, int(bounds[-1]), *cutting, 2, 16)
 

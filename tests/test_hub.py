@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flash_delta
-from flash_delta.integrations import _functions
+from flash_delta.integrations._transformers import functions
 from flash_delta.modules import GatedRMSNorm
 
 ROOT = Path(__file__).parent.parent
@@ -23,8 +23,8 @@ FUNCTIONS = {
     "fused_recurrent_gated_delta_rule": flash_delta.fused_recurrent_gated_delta_rule,
     "chunk_kda": flash_delta.chunk_kda,
     "fused_recurrent_kda": flash_delta.fused_recurrent_kda,
-    "causal_conv1d_fn": _functions.causal_conv1d_fn,
-    "causal_conv1d_update": _functions.causal_conv1d_update,
+    "causal_conv1d_fn": functions.causal_conv1d_fn,
+    "causal_conv1d_update": functions.causal_conv1d_update,
     "RMSNormGated": GatedRMSNorm,
 }
 ELSEWHERE = """
@@ -79,14 +79,14 @@ def test_it_computes_the_same_without_flash_delta(package, tmp_path):
 def forward(name):
     """Of a layer: what models of transformers call under `enable()`."""
     if name == "RMSNormGated":
-        return _functions.gated_norm
+        return functions.gated_norm
     rules = {
         "chunk_gated_delta_rule": "torch_chunk_gated_delta_rule",
         "fused_recurrent_gated_delta_rule": "torch_recurrent_gated_delta_rule",
         "chunk_kda": "chunk_kimi_delta_attention",
         "fused_recurrent_kda": "recurrent_kimi_delta_attention",
     }
-    function = (_functions.RULES | _functions.CONVOLUTIONS)[rules.get(name, name)]
+    function = (functions.RULES | functions.CONVOLUTIONS)[rules.get(name, name)]
     return lambda self, *args, **kwargs: function(*args, **kwargs)
 
 

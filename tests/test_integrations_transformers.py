@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 from tiny_transformers import COMMON, FAMILIES, build, modelling
 from transformers import DynamicCache
 
-from flash_delta.integrations import _functions, _layers
 from flash_delta.integrations import transformers as integration
+from flash_delta.integrations._transformers import functions, layers
 from flash_delta.integrations.transformers import disable, enable
 from flash_delta.models.heads import CACHE
 from flash_delta.reference import backend
@@ -98,8 +98,8 @@ def test_logits_and_gradients(family):
 @pytest.fixture
 def mixed(monkeypatch):
     """The layers that run as one op, one entry per call."""
-    seen, run = [], _layers.mix_layer
-    monkeypatch.setattr(_layers, "mix_layer", lambda layer, *args: seen.append(layer) or run(layer, *args))
+    seen, run = [], layers.mix_layer
+    monkeypatch.setattr(layers, "mix_layer", lambda layer, *args: seen.append(layer) or run(layer, *args))
     return seen
 
 
@@ -475,7 +475,7 @@ def test_kernels(family, monkeypatch):
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_kda"])
 def test_chunks_of_any_size(name):
     """transformers' functions take a size that these ops do not have. It changes no result."""
-    rule, wide = getattr(_functions, name), name == "chunk_kda"
+    rule, wide = getattr(functions, name), name == "chunk_kda"
     q, k, v = torch.randn(3, 1, 20, 2, 16).unbind()
     call = partial(rule, q, k, v, -torch.rand(1, 20, 2, *[16] * wide), torch.rand(1, 20, 2))
     assert all(torch.equal(call(chunk_size=size)[0], call()[0]) for size in (4, 100))

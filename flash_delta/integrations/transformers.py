@@ -9,9 +9,8 @@ imported. So a model may be created before or after. The exception is a norm who
 accelerate's hooks, with ``device_map``, or by hub kernels). It keeps that forward, and ``enable(model)`` refuses such a
 model.
 
-Layers whose source is known, which are all but those of Bailing-hybrid, run as one op between their projections
-(:func:`flash_delta.ops.mix`), if there is no cache. They do not if hooks, sharded weights or a subclass want one of
-their parts to be called.
+Layers whose source is known, all but those of Bailing-hybrid, run as one op between their projections
+(:func:`flash_delta.ops.mix`), unless there is a cache, or hooks, sharded weights or a subclass want their own calls.
 
 Models of transformers 5.17.0, 5.23.0 and 5.24.0, which are tested:
 
@@ -48,12 +47,12 @@ from typing import Any
 from torch import nn
 
 from flash_delta.integrations._context import register_attention
-from flash_delta.integrations._documents import separating, walks_layers
-from flash_delta.integrations._functions import CONVOLUTIONS, RULES, RULES_OF_SIGMOID, SIGMOID, gated_norm
 from flash_delta.integrations._imports import AfterImport
-from flash_delta.integrations._layers import form_of, mixing
 from flash_delta.integrations._report import Refused as Refused
 from flash_delta.integrations._report import Replaced as Replaced
+from flash_delta.integrations._transformers.documents import separating, walks_layers
+from flash_delta.integrations._transformers.functions import CONVOLUTIONS, RULES, RULES_OF_SIGMOID, SIGMOID, gated_norm
+from flash_delta.integrations._transformers.layers import form_of, mixing
 
 MODELLING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 NORM = re.compile(r"\w+RMSNormGated")

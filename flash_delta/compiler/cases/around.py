@@ -47,9 +47,9 @@ CONVOLUTIONS = {
     "convolution-8-taps-packed": ConvolutionCase(W=8, whole=True),
     "convolution-narrow": ConvolutionCase(D=100),
 }
-MIXERS = {  # numbers of a token in the packed projection; groups of value heads, one key head's or all
-    "mixer": (12352, 1),
-    "mixer-of-qwen3-next": (12288, 16),
+MIXERS = {  # numbers of a token in the packed projection; from one key head to the next; value heads that adjoin
+    "mixer": (12352, 128, 1),
+    "mixer-of-qwen3-next": (12288, 768, 2),
 }
 NORMS = {  # columns, activation, dtype
     "norm-128": (128, None, torch.bfloat16),
@@ -88,9 +88,9 @@ def call_norm(D: int, activation: str | None, dtype: torch.dtype) -> None:
     normalize_backward(p, inputs, x)
 
 
-def call_mixer(P: int, groups: int) -> None:
+def call_mixer(P: int, pitch: int, together: int) -> None:
     """The convolutions of a layer with 16 key heads and 32 value heads of 128."""
-    q, k, v, _ = projections(P, groups)
+    q, k, v, _ = projections(P, pitch, together)
     new = partial(torch.empty, device="meta", dtype=torch.bfloat16)
     x = ConvolvedHeads(q, k, v, new(2048, 4), new(2048, 4), new(4096, 4))
     p = ConvolutionProblem("launches", 1, 256, 8192, 4, 1, torch.bfloat16, q.device, False, "silu", False, 2048)
@@ -98,9 +98,9 @@ def call_mixer(P: int, groups: int) -> None:
     convolve_heads_backward(p, x, found, (q, k, v), weights=True)
 
 
-def call_mixer_norm(P: int, groups: int) -> None:
+def call_mixer_norm(P: int, pitch: int, together: int) -> None:
     """The norm of such a layer."""
-    *_, z = projections(P, groups)
+    *_, z = projections(P, pitch, together)
     p = NormProblem("launches", 128, torch.bfloat16, z.device, "silu", eps=1e-6)
     o = torch.empty(1, 256, 32, 128, device="meta", dtype=torch.bfloat16)
     inputs = Normalized(o, torch.empty(128, device="meta", dtype=torch.bfloat16), z)
@@ -108,13 +108,11 @@ def call_mixer_norm(P: int, groups: int) -> None:
     normalize_backward_to(p, inputs, o, z, weights=True)
 
 
-def projections(P: int, groups: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v and z in a packed projection, of which groups of heads lie beside each other."""
-    packed, pitch = torch.empty(1, 256, P, device="meta", dtype=torch.bfloat16), 12288 // groups
-    q, k = (packed.as_strided((1, 256, 16, 128), (256 * P, P, pitch if groups > 1 else 128, 1)) for _ in range(2))
-    size = 4096 // groups
-    v, z = (packed.as_strided((1, 256, groups, size), (256 * P, P, pitch, 1)) for _ in range(2))
-    return q, k, v, z
+def projections(P: int, pitch: int, together: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v and z in a packed projection, of which groups of heads adjoin."""
+    packed = torch.empty(1, 256, P, device="meta", dtype=torch.bfloat16)
+    groups = (16, 128), (16, 128), (32 // together, 128 * together), (32 // together, 128 * together)
+    return tuple(packed.as_strided((1, 256, *size), (256 * P, P, pitch, 1)) for size in groups)
 
 
 def call_gate(HV: int, K: int, lower_bound: float | None, dtype: torch.dtype) -> None:

@@ -44,7 +44,10 @@ def take_layers() -> list[Replaced]:
     """Replaces the forward functions that we know."""
     found = []
     for module, name in LAYERS:
-        cls = getattr(import_module(f"fla.layers.{module}"), name, None)
+        try:
+            cls = getattr(import_module(f"fla.layers.{module}"), name, None)
+        except ModuleNotFoundError:
+            continue
         form = None if cls is None else FORMS.get(digest(cls.forward))
         if form is not None:
             found.append(Replaced(cls, "forward", cls.forward, _mixing(cls.forward, form)))

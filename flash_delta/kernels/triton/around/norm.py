@@ -39,8 +39,9 @@ def places_of(strides, row, d, D: tl.constexpr, HEADS: tl.constexpr):
     r, ALL, GROUP = row.to(tl.int64), HEADS[0], HEADS[1]
     if ALL == 1:
         return r[:, None] * strides[0] + d[None, :]
-    head = r % ALL
-    return (r // ALL * strides[0] + head // GROUP * strides[1] + head % GROUP * D)[:, None] + d[None, :]
+    place, head = r // ALL * strides[0], r % ALL
+    place += head * strides[1] if GROUP == 1 else head // GROUP * strides[1] + head % GROUP * D
+    return place[:, None] + d[None, :]
 
 
 @triton.jit
