@@ -268,6 +268,12 @@ def test_bad_input(change, message):
         run(x, torch.float32, layout=layout, **options)
 
 
+@pytest.mark.parametrize("sources", [(("q", "k", "v", "z"),), (("q", "k", "v", "g", "beta", "q"),), (("o",),)])
+def test_bad_sources(sources):
+    with pytest.raises(ValueError, match="sources: expected each of q, k, v, g and beta once, and maybe z, got"):
+        Layout.adjoining(H, HV, K, V, sources)
+
+
 LAYERS = {
     "gdn": lambda: GatedDeltaNet(hidden_size=48, num_heads=H, num_v_heads=HV, head_dim=K, expand_v=1),
     "kda": lambda: KimiDeltaAttention(hidden_size=48, num_heads=H, num_v_heads=HV, head_dim=K),

@@ -52,14 +52,18 @@ class Layout(NamedTuple):
 
     @classmethod
     def adjoining(
-        cls, H: int, HV: int, K: int, V: int, sources: tuple[tuple[str, ...], ...] = (NAMES,), gate: str = "scalar",
+        cls, H: int, HV: int, K: int, V: int, sources: Sequence[Sequence[str]] = (NAMES,), gate: str = "scalar",
         by_key_head: bool = False,
     ) -> Layout:  # fmt: skip
         """Projections of which ``sources`` names what each has, one after the other: by default one of q, k, v, z, g
         and beta. ``gate`` is that of :func:`mix`. ``by_key_head``: each key head has all of its own, its value heads
-        included, before the next key head begins."""
+        included, before the next key head begins.
+
+        Raises:
+            ValueError: if ``sources`` lacks one of them, other than z, or has one twice.
+        """
         make = _adjoining if torch.compiler.is_compiling() else _known_adjoining
-        return cls(**make(H, HV, K, V, sources, gate, by_key_head))
+        return make(H, HV, K, V, tuple([tuple(names) for names in sources]), gate, by_key_head)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -96,8 +100,8 @@ def mix(
 
     with the convolution of :func:`flash_delta.modules.causal_conv1d`, the rule of
     :func:`flash_delta.chunk_gated_delta_rule` or :func:`flash_delta.chunk_kda`, and the norm of
-    :func:`flash_delta.modules.gated_rms_norm`. On kernels it is one node of autograd. It reads the projections where
-    they lie and writes their gradients to one tensor.
+    :func:`flash_delta.modules.gated_rms_norm`. On kernels it is one node of autograd. It reads what the projections
+    have where it lies, and writes each gradient to the same place of a tensor like the projection.
 
     Args:
         projected: with a ``layout`` [B, T, P], or up to six of such tensors. Without, ``(q, k, v, g, beta, z)``: q, k
@@ -164,7 +168,10 @@ def mix(
 
 def _adjoining(
     H: int, HV: int, K: int, V: int, sources: tuple[tuple[str, ...], ...], gate: str, by_key_head: bool
-) -> dict[str, Place]:
+) -> Layout:
+    names = [name for names in sources for name in names]
+    if sorted({*names, "z"}) != sorted(NAMES) or len(names) != len({*names}):
+        refuse("Layout.adjoining", "sources", "each of q, k, v, g and beta once, and maybe z", sources)
     shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "z": (HV, V), "g": (HV, K * (gate == "channel")), "beta": (HV, 0)}
     places = {}
     for source, names in enumerate(sources):
@@ -178,7 +185,7 @@ def _adjoining(
             else:
                 places[name] = Place(offset, heads, width, max(width, 1), 1, source)
                 offset += sizes[name]
-    return places
+    return Layout(**places)
 
 
 def _places(layout: Layout, widths: tuple[int, ...]) -> tuple[Place, ...]:
