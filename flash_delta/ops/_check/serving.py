@@ -1,6 +1,6 @@
 """Checks of serving calls. They check shapes, dtypes and devices of pools and indices, never the values of indices."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import gcd
 
 import torch
@@ -63,9 +63,10 @@ def refuse_gradients(op: str, *groups: Inputs | Slots | Around) -> None:
             refuse(op, name, expected, "one that requires a gradient")
 
 
-def _named(groups: Iterable[Inputs | Slots | Around]) -> Iterator[tuple[str, Tensor | None]]:
-    for group in groups:
-        yield from zip(NAMES if isinstance(group, Around) else group._fields, group, strict=True)
+def _named(groups: Iterable[Inputs | Slots | Around]) -> list[tuple[str, Tensor | None]]:
+    """The tensors with their names. No generator: torch 2.14 cannot compile one that ends."""
+    named = [(NAMES if isinstance(group, Around) else group._fields, group) for group in groups]
+    return [pair for names, group in named for pair in zip(names, group, strict=True)]
 
 
 def _check_strides(op: str, name: str, t: Tensor) -> None:
