@@ -1,7 +1,7 @@
 """Layers of fla that run as one op between their projections (_mixing.py).
 
-With a cache, padding, an argument that only fla knows, or few tokens without gradients, a layer's own forward runs,
-and its functions are ours where they can be (table.py). This holds for layers that we do not know, too.
+With a cache, padding, or few tokens without gradients, a layer's own forward runs, and its functions are ours where
+they can be (table.py). This holds for layers that we do not know, too.
 """
 
 from __future__ import annotations

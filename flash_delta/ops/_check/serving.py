@@ -64,7 +64,7 @@ def refuse_gradients(op: str, *groups: Inputs | Slots | Around) -> None:
 
 
 def _named(groups: Iterable[Inputs | Slots | Around]) -> list[tuple[str, Tensor | None]]:
-    """The tensors with their names. No generator: torch 2.14 cannot compile one that ends."""
+    """The tensors with their names. Not a generator: torch 2.14 does not compile `yield from`."""
     named = [(NAMES if isinstance(group, Around) else group._fields, group) for group in groups]
     return [pair for names, group in named for pair in zip(names, group, strict=True)]
 
