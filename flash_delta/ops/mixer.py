@@ -134,7 +134,7 @@ def mix(
         >>> from flash_delta.ops import Layout, mix
         >>> layout = Layout.adjoining(H=2, HV=4, K=16, V=16)
         >>> taps = torch.randn(32, 4), torch.randn(32, 4), torch.randn(64, 4)
-        >>> x = torch.randn(1, 100, layout.width)
+        >>> x = torch.randn(1, 100, sum(layout.widths))
         >>> mix(x, taps, torch.zeros(4), torch.zeros(4), torch.ones(16), layout=layout).shape
         torch.Size([1, 100, 64])
 

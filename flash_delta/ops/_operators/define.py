@@ -6,7 +6,7 @@ operator that takes this tuple.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, pairwise
 from string import ascii_lowercase
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -68,7 +68,7 @@ def define(
         return _define_low(name, hints, returned, run, fake, writes)
     *tensors, options, wish = hints.items()
     arguments = dict([*tensors, ("behind", Behind), options, wish])
-    width, count = len(_opened(dict(tensors[:1]))), len(_opened(dict(tensors)))
+    width, count, group = len(_opened(dict(tensors[:1]))), len(_opened(dict(tensors))), _grouping(hints)
 
     def run_backward(x: Sequence[Tensor | None], *more: Any) -> list[Tensor]:
         found = zip(x, backward(x, *more), strict=True)
@@ -84,7 +84,7 @@ def define(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
             output = operator_forward(*args)
-            start = len(output) if saved_from is None else saved_from(*_grouped(hints, args))
+            start = len(output) if saved_from is None else saved_from(*group(args))
             ctx.op, ctx.options = name, args[count:]
             ctx.save_for_backward(*args[:count], *output[start:])
             ctx.mark_non_differentiable(*output[2:])
@@ -115,18 +115,19 @@ def _define_low(
 ) -> OpOverload:
     """An operator without a derivative. Autograd records nothing in ``run``."""
     places = [place for place, argument in enumerate(_opened(hints)) if argument in writes]
+    group = _grouping(hints)
 
     def without_gradients(*args: Any) -> Any:
         for place in places:  # kernels write without telling autograd
             if args[place] is not None:
                 increment_version(args[place])
         if not torch.is_grad_enabled():  # always in compiled graphs
-            return run(*_grouped(hints, args))
+            return run(*group(args))
         with torch.no_grad():
-            return run(*_grouped(hints, args))
+            return run(*group(args))
 
     operator = _register(name, _schema(hints, returned, writes), without_gradients, "CompositeExplicitAutograd")
-    torch.library.register_fake(operator, lambda *args: fake(*_grouped(hints, args)), lib=LIBRARY)
+    torch.library.register_fake(operator, lambda *args: fake(*group(args)), lib=LIBRARY)
     return operator
 
 
@@ -149,10 +150,17 @@ def _opened(hints: dict[str, Any]) -> dict[str, Any]:
     return dict(chain.from_iterable(group.items() for group in fields))
 
 
-def _grouped(hints: dict[str, Any], args: Sequence[Any]) -> list[Any]:
-    """An operator's arguments, grouped into the named tuples that its function takes."""
-    left = iter(args)
-    return [kind._make(islice(left, len(kind._fields))) if _is_group(kind) else next(left) for kind in hints.values()]
+def _grouping(hints: dict[str, Any]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Groups an operator's arguments into the named tuples that its function takes."""
+    kinds = [(kind, len(kind._fields)) if _is_group(kind) else (None, 1) for kind in hints.values()]
+    ends = accumulate(count for _, count in kinds)
+    places = [(kind, end - count, end) for (kind, count), end in zip(kinds, ends, strict=True)]
+    new = tuple.__new__  # in half the time of a named tuple's own `_make`
+
+    def group(args: Sequence[Any]) -> list[Any]:
+        return [args[a] if kind is None else new(kind, args[a:b]) for kind, a, b in places]
+
+    return group
 
 
 def _is_group(hint: Any) -> bool:

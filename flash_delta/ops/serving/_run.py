@@ -32,7 +32,14 @@ def run(
         s = s._replace(out=x.v.new_empty(x.v.shape)) if s.out is None else s
         operator(*take(x, Tensors), *s, *around, *take(chosen, Chosen), wished(backend))
         return s.out
-    known = look_at(_look, is_grad_enabled(), (backend, *options.values()), options, x, s, around)
+    return _run_known(x, s, options, (backend, *options.values()), around)
+
+
+def _run_known(
+    x: Inputs, s: Slots, options: "dict[str, Any] | Chosen", given: tuple[Any, ...], around: Around
+) -> Tensor:
+    """Looks at a new call, and runs it. ``given``: the backend that is asked for, and the values of ``options``."""
+    known = look_at(_look, is_grad_enabled(), given, options, x, s, around)
     if known.again is not None:  # only kernels run, launched as before
         o = known.again(known, x, s, around)
         if o is not None:
@@ -43,8 +50,9 @@ def run(
     return serve(problem, known, x, s, around)
 
 
-def _look(given: tuple[Any, ...], options: dict[str, Any], x: Inputs, s: Slots, around: Around) -> KnownCall:
-    problem = describe(x, s, around, Options(**options))
+def _look(given: tuple[Any, ...], options: "dict[str, Any] | Chosen", x: Inputs, s: Slots, around: Around) -> KnownCall:
+    named = options if isinstance(options, dict) else options._asdict()
+    problem = describe(x, s, around, Options(**named))
     return KnownCall(problem, load_backend(choose_backend(problem, given[0])), needs_grad=False)
 
 
@@ -62,7 +70,7 @@ Chosen = _without(Options, "optional_beta", "chunk_size", "keep_states", "disabl
 
 def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str | None) -> None:
     """The operator. It always writes to ``out``, because operators may not return their arguments."""
-    run(Inputs(**x._asdict()), s, options._asdict(), backend, around)
+    _run_known(Inputs(*x[:5], None, None, *x[5:]), s, options, (backend, *options), around)
 
 
 WRITTEN = ("state_pool", "write_pool", "out", "conv_pool", "conv_write_pool")
