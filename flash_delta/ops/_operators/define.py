@@ -6,7 +6,7 @@ operator that takes this tuple.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from string import ascii_lowercase
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
