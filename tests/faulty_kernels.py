@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flash_delta.compiler import Launch
-from flash_delta.kernels.hopper.gluon_compat import barrier
+from flash_delta.kernels.hopper.device.gluon_compat import barrier
 
 FLAT = gl.BlockedLayout([1], [32], [4], [0])
 LINE = gl.SwizzledSharedLayout(1, 1, 1, order=[0])

@@ -23,7 +23,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
-from flash_delta.kernels.hopper import layouts
+from flash_delta.kernels.hopper.device import layouts
 from flash_delta.kernels.runtime import cuda_driver, descriptors, fastcall
 
 pytestmark = [

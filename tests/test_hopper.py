@@ -14,15 +14,18 @@ from triton.runtime.driver import driver
 
 import flash_delta
 from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
-from flash_delta.kernels.hopper import backend, boxes, layouts, listed
-from flash_delta.kernels.hopper.backward import run as by_hand
-from flash_delta.kernels.hopper.backward.memory import Tapes
+from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
-from flash_delta.kernels.hopper.columns import as_heads, joined
-from flash_delta.kernels.hopper.forward import loop, rates
-from flash_delta.kernels.hopper.plan import loop_tile, loop_tiles
-from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.hopper.device import layouts
+from flash_delta.kernels.hopper.plans import boxes
+from flash_delta.kernels.hopper.plans.columns import as_heads, joined
+from flash_delta.kernels.hopper.plans.splits import loop_tile, loop_tiles
+from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.hopper.scalar import listed
+from flash_delta.kernels.hopper.scalar.backward import run as by_hand
+from flash_delta.kernels.hopper.scalar.backward.memory import Tapes
+from flash_delta.kernels.hopper.scalar.forward import loop, rates
 from flash_delta.kernels.runtime import arguments, cuda_driver, descriptors
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip

@@ -11,14 +11,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.compiler.cases.tuning_hopper import STAGES
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.backward import run as by_hand
-from flash_delta.kernels.hopper.backward import walk
-from flash_delta.kernels.hopper.forward import loop
-from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.segments import factor, maps, scan
-from flash_delta.kernels.hopper.segments.memory import new_maps, new_walk
-from flash_delta.kernels.hopper.segments.run import run_walk
-from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
+from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
+from flash_delta.kernels.hopper.scalar.backward import run as by_hand
+from flash_delta.kernels.hopper.scalar.backward import walk
+from flash_delta.kernels.hopper.scalar.forward import loop
+from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
+from flash_delta.kernels.hopper.scalar.segments.memory import new_maps, new_walk
+from flash_delta.kernels.hopper.scalar.segments.run import run_walk
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.triton.backend import gradients_of
 from flash_delta.ops import _backend, _function
@@ -54,11 +54,11 @@ CELLS = {  # member, case, and how it runs forward: in segments of so many token
     "loop-saving-64": ("gdn", replace(PACKED, K=64, V=64, options={"disable_recompute": True}), SAVING[64]),
 }
 KERNELS = (
-    (loop, "forward.loop", "forward_loop"),
-    (factor, "segments.factor", "factor_chunks"),
-    (maps, "segments.maps", "find_maps"),
-    (scan, "segments.scan", "walk_segments"),
-    (walk, "backward.walk", "walk_back"),
+    (loop, "scalar.forward.loop", "forward_loop"),
+    (factor, "scalar.segments.factor", "factor_chunks"),
+    (maps, "scalar.segments.maps", "find_maps"),
+    (scan, "scalar.segments.scan", "walk_segments"),
+    (walk, "scalar.backward.walk", "walk_back"),
 )
 
 

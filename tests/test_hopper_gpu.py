@@ -10,7 +10,7 @@ from hostile_bounds import HOSTILE, T, hostile
 
 import flash_delta
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.tiles import NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 

@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.compiler.cases.tuning_hopper import STAGES
-from flash_delta.kernels.hopper import backend, tiles
+from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.channel import forget, loop, prepare, run, walk
-from flash_delta.kernels.hopper.channel_backward import gradients
+from flash_delta.kernels.hopper.channel.backward import gradients
+from flash_delta.kernels.hopper.plans import tiles
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
@@ -184,7 +185,7 @@ def test_pieces(on_cpu, falling):
 @pytest.mark.parametrize(("options", "decay"), [(RAW, "mild"), (FREE, "strong")])
 @torch.no_grad()
 def test_no_bit_depends_on_borders(on_cpu, monkeypatch, options, decay):
-    """Programs of the loop hand states over (forward/tape.py)."""
+    """Programs of the loop hand states over (plans/tape.py)."""
     case = replace(PACKED, T=730, lengths=(330, 0, 130, 70, 200), options=options, decay=decay)
     x, cuts = inputs_of(case), []
     on_cpu("loop")

@@ -13,8 +13,8 @@ from flash_delta import explain
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper.channel_backward import gradients
-from flash_delta.kernels.hopper.channel_backward import run as by_chunk
+from flash_delta.kernels.hopper.channel.backward import gradients
+from flash_delta.kernels.hopper.channel.backward import run as by_chunk
 from flash_delta.kernels.runtime.workspace import Deep
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.backward.chunks import CHUNKS
@@ -56,7 +56,7 @@ SCATTERS = {"dA_log": 0.02}  # one number a head, a sum of many that cancel: doc
 @pytest.fixture
 def on_cpu(monkeypatch):
     def chosen():
-        made = emulated("flash_delta.kernels.hopper", "channel_backward.gradients")
+        made = emulated("flash_delta.kernels.hopper", "channel.backward.gradients")
         monkeypatch.setattr(gradients, "chunk_back", Kernel(made.chunk_back))
         chunks = CHUNKS._replace(hands=(Deep,), find=by_chunk.find_gradients)
         taken = SimpleNamespace(

@@ -101,7 +101,7 @@ def test_repeated_keys(on_cpu, how, beta, decay, limits):  # noqa: F811
 
 def test_units():
     """A row in its unit is within the range of float16, and no row gives an infinity or NaN."""
-    made = emulated("flash_delta.kernels.hopper", "units")
+    made = emulated("flash_delta.kernels.hopper", "device.units")
     tops = torch.tensor([0.0, 1e-45, 2.0**-126, 1e-20, 1.0, 1.999, 65504.0, 3.4e38])
     x = tops[:, None] * torch.tensor([0.25, -1.0, 0.0, 1e-3])
     unit, inverse = (t.t for t in made.units(Value(x)))

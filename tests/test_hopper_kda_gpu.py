@@ -9,8 +9,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from dataclasses import replace
 
 import flash_delta
-from flash_delta.kernels.hopper import tiles
 from flash_delta.kernels.hopper.channel import run
+from flash_delta.kernels.hopper.plans import tiles
 from flash_delta.testing import allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
 from flash_delta.testing.accuracy import run as run_op

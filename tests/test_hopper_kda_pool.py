@@ -14,10 +14,11 @@ from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequenc
 from prompt_truth import check_resumed, make_prompts, on_cpu, prompts_truth, run_prompts
 from serving_truth import slots
 
-from flash_delta.kernels.hopper import backend, plan
+from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.channel import prefill, prepare, prompts, walk
-from flash_delta.kernels.hopper.plan import channel_pool_launches
-from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE
+from flash_delta.kernels.hopper.plans import splits
+from flash_delta.kernels.hopper.plans.splits import channel_pool_launches
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
@@ -47,7 +48,7 @@ def launched(monkeypatch, request):
     of halves of a state per program of the loop, or 0 for the walk. None on a GPU."""
     _known_calls.calls.clear()
     way = request.param
-    monkeypatch.setattr(plan, "may_walk", lambda p, chip: way != "loop")
+    monkeypatch.setattr(splits, "may_walk", lambda p, chip: way != "loop")
     monkeypatch.setattr(prefill, "PREFILL", ("prefill", "hopper", "channel", way))  # its own: launches are remembered
     chip = Chip("sm_90", {"loop": 3, "walk": 132, "both": 5}[way])
     if DEVICE == "cuda":

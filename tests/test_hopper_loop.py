@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper.forward import loop
-from flash_delta.kernels.hopper.forward.rate_role import makes_rates
-from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE
+from flash_delta.kernels.hopper.plans.tiles import NARROW, SLIM, WIDE
+from flash_delta.kernels.hopper.scalar.forward import loop
+from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
+from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.problem import Outputs
@@ -44,7 +44,7 @@ def small(name: str, width: int) -> Case:
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The backend with its loop emulated, as the choice of every call."""
-    kernel = Kernel(emulated("flash_delta.kernels.hopper", "forward.loop").forward_loop)
+    kernel = Kernel(emulated("flash_delta.kernels.hopper", "scalar.forward.loop").forward_loop)
     monkeypatch.setattr(loop, "forward_loop", kernel)
 
     def chosen(tile, processors):

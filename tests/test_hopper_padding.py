@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.backward import walk
-from flash_delta.kernels.hopper.forward import loop
-from flash_delta.kernels.hopper.segments import factor, maps, scan
+from flash_delta.kernels.hopper.scalar.backward import walk
+from flash_delta.kernels.hopper.scalar.forward import loop
+from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
 from flash_delta.testing.cases import Case
@@ -20,11 +20,11 @@ from tests.gluon_emulator import Kernel, emulated, take_every_call
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 KERNELS = (
-    (loop, "forward.loop", "forward_loop"),
-    (factor, "segments.factor", "factor_chunks"),
-    (maps, "segments.maps", "find_maps"),
-    (scan, "segments.scan", "walk_segments"),
-    (walk, "backward.walk", "walk_back"),
+    (loop, "scalar.forward.loop", "forward_loop"),
+    (factor, "scalar.segments.factor", "factor_chunks"),
+    (maps, "scalar.segments.maps", "find_maps"),
+    (scan, "scalar.segments.scan", "walk_segments"),
+    (walk, "scalar.backward.walk", "walk_back"),
 )
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
 ROWS = Case("", "", B=2, T=70, H=1, HV=2, K=100, V=100)

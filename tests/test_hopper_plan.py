@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper.plan import CHANNEL_TILES, channel_tile, loop_tile, may_walk, split_length
-from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, SLIM, WIDE
+from flash_delta.kernels.hopper.plans.splits import CHANNEL_TILES, channel_tile, loop_tile, may_walk, split_length
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, SLIM, WIDE
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.problem import Problem
 

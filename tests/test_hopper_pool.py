@@ -17,11 +17,13 @@ from prompt_truth import check_prompts, make_prompts
 from serving_truth import slots
 
 from flash_delta import chunk_gated_delta_rule
-from flash_delta.kernels.hopper import backend, listed
-from flash_delta.kernels.hopper.forward import loop, prompt_list
-from flash_delta.kernels.hopper.segments import factor, maps, memory
-from flash_delta.kernels.hopper.segments.cut import Cut, count_starts, cut_prompts, part_length
-from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, pool_loops
+from flash_delta.kernels.hopper import backend
+from flash_delta.kernels.hopper.plans import prompt_list
+from flash_delta.kernels.hopper.plans.tiles import NARROW, SLIM, WIDE, pool_loops
+from flash_delta.kernels.hopper.scalar import listed
+from flash_delta.kernels.hopper.scalar.forward import loop
+from flash_delta.kernels.hopper.scalar.segments import factor, maps, memory
+from flash_delta.kernels.hopper.scalar.segments.cut import Cut, count_starts, cut_prompts, part_length
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
@@ -53,7 +55,7 @@ def launched(monkeypatch):
     noted = []
     kernels = ((loop, "forward_loop"), (factor, "factor_chunks"), (maps, "find_maps"))
     for module, name in kernels:
-        package, path = "flash_delta.kernels.hopper", ".".join(module.__name__.split(".")[-2:])
+        package, path = "flash_delta.kernels.hopper", module.__name__.removeprefix("flash_delta.kernels.hopper.")
         kernel = Kernel(getattr(emulated(package, path), name), lambda constants: noted.append(constants.get("GROUPS")))
         monkeypatch.setattr(module, name, kernel)
     for module in (calls, listed, backend):
@@ -382,7 +384,7 @@ def test_the_list_of_parts(room):
     walks, parts = (torch.full((2 + 10 * (N + room),), -7, dtype=torch.int32) for _ in range(2))
     list_parts(walks, parts, (index, index + 1000), bounds, N, (cut, room, 100))
     walks, lines, starts, cuts = walks.tolist(), parts[2:].view(-1, 5).tolist(), 0, []
-    own = emulated("flash_delta.kernels.hopper", "segments.bounds").part_length
+    own = emulated("flash_delta.kernels.hopper", "device.segment_bounds").part_length
     found = 0
     for n, tokens in enumerate(lengths):
         if index[n] < 0 or tokens <= 16:

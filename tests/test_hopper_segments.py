@@ -9,11 +9,11 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import flash_delta
-from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.plan import split_endless, split_length
-from flash_delta.kernels.hopper.segments import factor, maps, scan
-from flash_delta.kernels.hopper.segments.memory import new_walk
-from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.hopper.plans.splits import split_endless, split_length
+from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
+from flash_delta.kernels.hopper.scalar.segments.memory import new_walk
+from flash_delta.kernels.hopper.scalar.segments.run import run_walk
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
@@ -55,7 +55,7 @@ CELLS = {
 def on_cpu(monkeypatch):
     """The backend with its kernels emulated, as the choice of every call, in segments of so many chunks."""
     kernels = {
-        name: getattr(emulated("flash_delta.kernels.hopper", f"segments.{module}"), name)
+        name: getattr(emulated("flash_delta.kernels.hopper", f"scalar.segments.{module}"), name)
         for module, name in (("factor", "factor_chunks"), ("maps", "find_maps"), ("scan", "walk_segments"))
     }
     for module, (name, kernel) in zip((factor, maps, scan), kernels.items(), strict=True):

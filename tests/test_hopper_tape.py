@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper.forward import tape as tapes
-from flash_delta.kernels.hopper.forward.lost import _words, check_states, word_of
-from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, Pace, count_programs, needs_tape, walk_needs_tape
+from flash_delta.kernels.hopper.plans import tape as tapes
+from flash_delta.kernels.hopper.plans.lost import _words, check_states, word_of
+from flash_delta.kernels.hopper.plans.tiles import NARROW, SLIM, WIDE, Pace, count_programs, needs_tape, walk_needs_tape
 from flash_delta.testing import MEMBERS
 from tests import test_hopper_loop
 from tests.hostile_bounds import HOSTILE, hostile

@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper.backward import run as by_hand
-from flash_delta.kernels.hopper.backward.memory import Tapes, new_tapes
-from flash_delta.kernels.hopper.forward.tape import new_tape
-from flash_delta.kernels.hopper.tiles import Pace
+from flash_delta.kernels.hopper.plans.tape import new_tape
+from flash_delta.kernels.hopper.plans.tiles import Pace
+from flash_delta.kernels.hopper.scalar.backward import run as by_hand
+from flash_delta.kernels.hopper.scalar.backward.memory import Tapes, new_tapes
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.testing import MEMBERS, make_inputs

@@ -1,4 +1,4 @@
-"""States that programs of the Hopper backend's loop hand over, on a GPU (forward/tape.py)."""
+"""States that programs of the Hopper backend's loop hand over, on a GPU (plans/tape.py)."""
 
 from itertools import pairwise
 
@@ -10,11 +10,11 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 import flash_delta
 from flash_delta.compiler.cases.tuning_hopper import call_of, make_back
-from flash_delta.kernels.hopper.backward import run as by_hand
-from flash_delta.kernels.hopper.forward import loop
-from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
-from flash_delta.kernels.hopper.tiles import WIDE
+from flash_delta.kernels.hopper.plans.tape import new_tape, run_lay_tape
+from flash_delta.kernels.hopper.plans.tiles import WIDE
+from flash_delta.kernels.hopper.scalar.backward import run as by_hand
+from flash_delta.kernels.hopper.scalar.forward import loop
+from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.triton.backward.results import new_gradients

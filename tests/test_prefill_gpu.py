@@ -13,8 +13,8 @@ from serving_truth import KINDS, slots
 import flash_delta
 from flash_delta.kernels.hopper import backend as hopper
 from flash_delta.kernels.hopper.channel import prefill as channel
-from flash_delta.kernels.hopper.forward import loop
-from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, WIDE
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, WIDE
+from flash_delta.kernels.hopper.scalar.forward import loop
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.triton.forward import scan

@@ -13,7 +13,7 @@ if find_spec("triton") is not None:
     from test_hopper_loop import on_cpu  # noqa: F401 (a fixture)
     from test_hopper_pool import launched  # noqa: F401 (a fixture)
 
-    from flash_delta.kernels.hopper.tiles import SLIM
+    from flash_delta.kernels.hopper.plans.tiles import SLIM
 
 SMALL = {"H": 1, "HV": 2, "K": 64}
 POOL = Form("gdn", pool=F32, checkpoints="stride", **SMALL)

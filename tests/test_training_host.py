@@ -95,7 +95,7 @@ kept = []  # functions of compiled kernels, which stay as long as their process
 def rule_step(T, width):
     """The inputs of a call of the rule, its output, and where its backward pass is looked at."""
     import flash_delta
-    from flash_delta.kernels.hopper.backward import run as by_hand
+    from flash_delta.kernels.hopper.scalar.backward import run as by_hand
 
     q, k = (torch.randn(1, T, 2, width, dtype=torch.bfloat16, requires_grad=True) for _ in "qk")
     v = torch.randn(1, T, 4, width, dtype=torch.bfloat16, requires_grad=True)

@@ -10,11 +10,10 @@ from flash_delta.compiler.cases.rule import RuleCase, problem_of
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
 from flash_delta.kernels.hopper.channel.walk import run_walk_prompts
-from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
-from flash_delta.kernels.hopper.forward.rates import new_walks
-from flash_delta.kernels.hopper.forward.tape import new_channel_tape
-from flash_delta.kernels.hopper.forward.work_items import Listed
-from flash_delta.kernels.hopper.tiles import CHANNEL_HALF, CHANNEL_WHOLE, ChannelTile
+from flash_delta.kernels.hopper.device.work_items import Listed
+from flash_delta.kernels.hopper.plans.prompt_list import new_walks, run_list_prompts
+from flash_delta.kernels.hopper.plans.tape import new_channel_tape
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE, ChannelTile
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.runtime.workspace import Prepared, Workspace

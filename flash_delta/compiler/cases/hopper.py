@@ -10,19 +10,13 @@ from flash_delta.compiler import Launch
 from flash_delta.compiler.cases import channel_prompts, padding, pools
 from flash_delta.compiler.cases.hopper_back import call_back, call_gates_back
 from flash_delta.compiler.cases.rule import RuleCase, describe, problem_of
-from flash_delta.kernels.hopper.backward.run import unsupported
+from flash_delta.kernels.hopper.channel.backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.channel.forget import new_forgets, run_find_forgetting
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
-from flash_delta.kernels.hopper.channel_backward.gradients import run_chunk_back
-from flash_delta.kernels.hopper.forward.loop import run_loop
-from flash_delta.kernels.hopper.forward.rate_role import makes_rates
-from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.forward.tape import new_tape, run_lay_tape
-from flash_delta.kernels.hopper.segments.memory import new_walk
-from flash_delta.kernels.hopper.segments.run import run_walk
-from flash_delta.kernels.hopper.tiles import (
+from flash_delta.kernels.hopper.plans.tape import new_tape, run_lay_tape
+from flash_delta.kernels.hopper.plans.tiles import (
     CHANNEL_HALF,
     CHANNEL_PACE,
     CHANNEL_WHOLE,
@@ -32,6 +26,12 @@ from flash_delta.kernels.hopper.tiles import (
     WIDE,
     LoopTile,
 )
+from flash_delta.kernels.hopper.scalar.backward.run import unsupported
+from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
+from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
+from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.scalar.segments.memory import new_walk
+from flash_delta.kernels.hopper.scalar.segments.run import run_walk
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import (
     Chain,

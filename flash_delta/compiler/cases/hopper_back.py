@@ -5,16 +5,16 @@ from collections.abc import Callable
 import torch
 
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
-from flash_delta.kernels.hopper.backward.finish import run_finish
-from flash_delta.kernels.hopper.backward.memory import Tapes, new_ends, new_gates, new_parts
-from flash_delta.kernels.hopper.backward.run import NO_TAPES, Left, for_backward, run_kernels
-from flash_delta.kernels.hopper.backward.walk import run_find_ends, run_walk_back
-from flash_delta.kernels.hopper.forward.rates import run_rates_back
-from flash_delta.kernels.hopper.forward.tape import new_tape
-from flash_delta.kernels.hopper.segments.maps import run_compose_back, run_find_maps
-from flash_delta.kernels.hopper.segments.memory import new_walk
-from flash_delta.kernels.hopper.segments.scan import run_retrace
-from flash_delta.kernels.hopper.tiles import Pace
+from flash_delta.kernels.hopper.plans.tape import new_tape
+from flash_delta.kernels.hopper.plans.tiles import Pace
+from flash_delta.kernels.hopper.scalar.backward.finish import run_finish
+from flash_delta.kernels.hopper.scalar.backward.memory import Tapes, new_ends, new_gates, new_parts
+from flash_delta.kernels.hopper.scalar.backward.run import NO_TAPES, Left, for_backward, run_kernels
+from flash_delta.kernels.hopper.scalar.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.scalar.forward.rates import run_rates_back
+from flash_delta.kernels.hopper.scalar.segments.maps import run_compose_back, run_find_maps
+from flash_delta.kernels.hopper.scalar.segments.memory import new_walk
+from flash_delta.kernels.hopper.scalar.segments.scan import run_retrace
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.workspace import Trace, Workspace
 from flash_delta.kernels.triton.backward.results import new_gradients

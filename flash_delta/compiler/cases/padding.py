@@ -7,7 +7,7 @@ import torch
 
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
-from flash_delta.kernels.hopper.padding import Found, gradients_in, new_padded, padded, run_narrow, run_widen
+from flash_delta.kernels.hopper.plans.padding import Found, gradients_in, new_padded, padded, run_narrow, run_widen
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.triton.backward.results import new_gradients
 

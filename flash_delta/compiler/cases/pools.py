@@ -7,12 +7,13 @@ import torch
 
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
-from flash_delta.kernels.hopper.forward.loop import run_pool_loops
-from flash_delta.kernels.hopper.forward.rates import new_rates, new_walks, run_rates
-from flash_delta.kernels.hopper.forward.tape import new_pool_tape
-from flash_delta.kernels.hopper.segments.maps import run_find_starts
-from flash_delta.kernels.hopper.segments.memory import new_parts
-from flash_delta.kernels.hopper.tiles import NARROW, SLIM, WIDE, LoopTile
+from flash_delta.kernels.hopper.plans.prompt_list import new_walks
+from flash_delta.kernels.hopper.plans.tape import new_pool_tape
+from flash_delta.kernels.hopper.plans.tiles import NARROW, SLIM, WIDE, LoopTile
+from flash_delta.kernels.hopper.scalar.forward.loop import run_pool_loops
+from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.scalar.segments.maps import run_find_starts
+from flash_delta.kernels.hopper.scalar.segments.memory import new_parts
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.problem import Inputs, Problem, Slots
 

@@ -1,23 +1,23 @@
 """The ``hopper`` backend for sm_90a: the delta rule with one decay per value head, and in part with one per channel.
 
-`rates` sums the gates, and one more kernel does all the rest (forward/loop.py). Long sequences on few heads are walked
-in segments, all at the same time, by four kernels (segments/): `factor_chunks`, `find_maps`, `compose_maps` and
-`walk_segments`. Heads of 256 leave no memory for an inverse beside states and chunks. For them `factor_chunks` runs
-first, and `walk_segments` walks whole sequences. Values wider than keys are walked as several heads (columns.py). The
-loop also walks prompts on a pool, and reads and writes the slots. Long prompts on few heads are cut into parts, which
-the loop walks at the same time. Before it `factor_chunks`, `find_maps` and `compose_starts` find the states that these
-parts start from.
+`rates` sums the gates, and one more kernel does all the rest (scalar/forward/loop.py). Long sequences on few heads are
+walked in segments, all at the same time, by four kernels (scalar/segments/): `factor_chunks`, `find_maps`,
+`compose_maps` and `walk_segments`. Heads of 256 leave no memory for an inverse beside states and chunks. For them
+`factor_chunks` runs first, and `walk_segments` walks whole sequences. Values wider than keys are walked as several
+heads (columns.py). The loop also walks prompts on a pool, and reads and writes the slots. Long prompts on few heads are
+cut into parts, which the loop walks at the same time. Before it `factor_chunks`, `find_maps` and `compose_starts` find
+the states that these parts start from.
 
 With a decay per channel, one kernel does everything if there are many states, or few states and gates that forget
 (channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk. Then `walk_channels` walks
 the states. If sequences are split, if states of chunks are saved, and with ``batch_invariant``, it is `scan` of the
 ``triton`` backend (channel/). In the backward pass `prepare` runs again, and ``triton`` walks the states and their
-gradients. After that `chunk_back` computes the gradients of each chunk, or ``triton`` if it cannot (channel_backward/).
+gradients. After that `chunk_back` computes the gradients of each chunk, or ``triton`` if it cannot (channel/backward/).
 Prompts on a pool are walked by a loop as well, or by `prepare` and `walk_channels` (channel/prefill.py).
 
-The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (backward/). For other calls with one
-decay per value head nothing is saved, and ``triton`` runs the backward pass, which computes everything again. It also
-runs everything that this backend cannot run.
+The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (scalar/backward/). For other calls with
+one decay per value head nothing is saved, and ``triton`` runs the backward pass, which computes everything again. It
+also runs everything that this backend cannot run.
 """
 
 from functools import partial
@@ -27,31 +27,23 @@ import torch
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
-from flash_delta.kernels.hopper.backward import run as by_hand
-from flash_delta.kernels.hopper.boxes import as_taken, describable, described, plain_state
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
-from flash_delta.kernels.hopper.columns import as_heads, joined
-from flash_delta.kernels.hopper.forward.inverse_tiles import fine
-from flash_delta.kernels.hopper.forward.loop import run_loop
-from flash_delta.kernels.hopper.forward.lost import check_states
-from flash_delta.kernels.hopper.forward.rate_role import makes_rates
-from flash_delta.kernels.hopper.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.forward.tape import Tape, new_loop_tape
-from flash_delta.kernels.hopper.listed import lists, new_listed_walk, run_listed_walk
-from flash_delta.kernels.hopper.padding import (
-    Found,
-    Padded,
-    new_padded,
-    padded,
-    pads,
-    run_narrow,
-    run_widen,
-)
-from flash_delta.kernels.hopper.plan import loop_tile, loop_tiles, split_endless, split_length
-from flash_delta.kernels.hopper.segments.cut import cut_prompts
-from flash_delta.kernels.hopper.segments.memory import Walk, new_maps, new_walk
-from flash_delta.kernels.hopper.segments.run import run_walk
+from flash_delta.kernels.hopper.device.inverse_tiles import fine
+from flash_delta.kernels.hopper.plans.boxes import as_taken, describable, described, plain_state
+from flash_delta.kernels.hopper.plans.columns import as_heads, joined
+from flash_delta.kernels.hopper.plans.lost import check_states
+from flash_delta.kernels.hopper.plans.padding import Found, Padded, new_padded, padded, pads, run_narrow, run_widen
+from flash_delta.kernels.hopper.plans.splits import loop_tile, loop_tiles, split_endless, split_length
+from flash_delta.kernels.hopper.plans.tape import Tape, new_loop_tape
+from flash_delta.kernels.hopper.scalar.backward import run as by_hand
+from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
+from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
+from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.scalar.listed import lists, new_listed_walk, run_listed_walk
+from flash_delta.kernels.hopper.scalar.segments.cut import cut_prompts
+from flash_delta.kernels.hopper.scalar.segments.memory import Walk, new_maps, new_walk
+from flash_delta.kernels.hopper.scalar.segments.run import run_walk
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, chip_of
@@ -123,7 +115,7 @@ def preference(p: Problem) -> tuple[int, str | None]:
 
     From measurements on an H200 (for training with a decay per channel on an H100), with 132 multiprocessors
     (docs/notes): this backend is faster than ``triton``, except for one sequence of some 2,000 tokens on few heads of
-    128. On a pool such a prompt is slower here until it is long enough to be cut (segments/cut.py).
+    128. On a pool such a prompt is slower here until it is long enough to be cut (scalar/segments/cut.py).
     """
     if p.device.type != "cuda" or not all(isinstance(size, int) for size in (p.HV, p.K, p.V)):
         return 0, "its multiprocessors or the heads are not known"  # under torch.compile's tracing, or on "meta"

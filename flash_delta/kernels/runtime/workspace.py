@@ -29,7 +29,7 @@ class Solved(NamedTuple):
 class Walked(NamedTuple):
     """The tensors that `hopper`'s forward pass saves for its backward pass."""
 
-    A: Any  # [slots, HV, 3, C, C / 2], without diag(b) (hopper/forward/inverse_tiles.py)
+    A: Any  # [slots, HV, 3, C, C / 2], without diag(b) (hopper/device/inverse_tiles.py)
     norms: Any  # [slots, H, 2, C] float32: of q, k; None without a norm
 
 

@@ -11,9 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flash_delta.kernels.hopper.channel.gate_role import is_last
 from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
-from flash_delta.kernels.hopper.forward.inverse import invert_blocks, invert_pairs
-from flash_delta.kernels.hopper.gluon_compat import barrier
-from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS
+from flash_delta.kernels.hopper.device.gluon_compat import barrier
+from flash_delta.kernels.hopper.device.inverse import invert_blocks, invert_pairs
+from flash_delta.kernels.hopper.device.layouts import BLOCKS, NARROW_ROWS
 
 
 @gluon.jit

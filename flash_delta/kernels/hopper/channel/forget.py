@@ -18,9 +18,9 @@ from flash_delta.kernels.hopper.channel.gate_role import SUMS, head_parameters
 from flash_delta.kernels.hopper.channel.gates import log_decays
 from flash_delta.kernels.hopper.channel.parts import EARLY, STEP, part_length
 from flash_delta.kernels.hopper.channel.scores import OWN, K
-from flash_delta.kernels.hopper.forward.work_items import bounds
-from flash_delta.kernels.hopper.layouts import THREADS
-from flash_delta.kernels.hopper.segments.bounds import FADED
+from flash_delta.kernels.hopper.device.layouts import THREADS
+from flash_delta.kernels.hopper.device.segment_bounds import FADED
+from flash_delta.kernels.hopper.device.work_items import bounds
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described

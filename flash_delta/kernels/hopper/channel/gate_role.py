@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flash_delta.kernels.hopper.channel.gates import BITS, FADED, add, gate_constants, log_decays, rest_living
 from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
 from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
-from flash_delta.kernels.hopper.gluon_compat import barrier
-from flash_delta.kernels.hopper.layouts import THREADS
-from flash_delta.kernels.hopper.rings import wait_free
+from flash_delta.kernels.hopper.device.gluon_compat import barrier
+from flash_delta.kernels.hopper.device.layouts import THREADS
+from flash_delta.kernels.hopper.device.rings import wait_free
 
 SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block of 16, and channel
 CHANNELS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))  # [1, 128]

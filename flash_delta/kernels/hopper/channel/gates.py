@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flash_delta.kernels.hopper.channel.scores import OWN, TOKENS, take
-from flash_delta.kernels.hopper.gluon_compat import barrier
+from flash_delta.kernels.hopper.device.gluon_compat import barrier
 
 BITS = gl.constexpr(1.4426950408889634)  # log2(e)
 LEAST = gl.constexpr(-128.0)  # nats per token: e^-128 is 0 in float32, and sums over a chunk stay small

@@ -6,9 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
 from flash_delta.kernels.hopper.channel.scores import K
-from flash_delta.kernels.hopper.forward.rate_role import clear_padding
-from flash_delta.kernels.hopper.layouts import TOKENS, C
-from flash_delta.kernels.hopper.rings import load_box, wait_free
+from flash_delta.kernels.hopper.device.layouts import TOKENS, C
+from flash_delta.kernels.hopper.device.rings import load_box, wait_free
+from flash_delta.kernels.hopper.device.work_items import clear_padding
 
 
 @gluon.jit

@@ -13,8 +13,8 @@ they come in several pieces (gate_role.py). The outputs of a piece are 0 for tok
 all pieces are added up.
 
 One state group holds the state, transposed, S^T [V, K], in float32 accumulators. If a program has a whole state, these
-are two halves [64, K], and the group walks one half after the other. The rules of forward/loop.py for ptxas hold here,
-too.
+are two halves [64, K], and the group walks one half after the other. The rules for ptxas
+in scalar/forward/loop.py hold here, too.
 
 Barriers, and who completes them:
 
@@ -40,7 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flash_delta.kernels.hopper.boxes import handed_by, ragged, states, strides
 from flash_delta.kernels.hopper.channel.factor_role import factor_role
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gate_role import gate_role, is_last
@@ -49,13 +48,10 @@ from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
 from flash_delta.kernels.hopper.channel.prepare import LINE
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.channel.walk import WIDE_ROWS
-from flash_delta.kernels.hopper.checkpoints import find_checkpoint, find_offset
-from flash_delta.kernels.hopper.forward.hand_over import flag_of, hand_over, take_over
-from flash_delta.kernels.hopper.forward.state_copies import apart, ask_for_state, store_state, take_state
-from flash_delta.kernels.hopper.forward.tape import Tape, run_lay_tape
-from flash_delta.kernels.hopper.forward.work_items import ends, enter
-from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.layouts import (
+from flash_delta.kernels.hopper.device.checkpoints import find_checkpoint, find_offset
+from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_store
+from flash_delta.kernels.hopper.device.hand_over import flag_of, hand_over, take_over
+from flash_delta.kernels.hopper.device.layouts import (
     BOX,
     FLAGS,
     FLOATS,
@@ -68,9 +64,13 @@ from flash_delta.kernels.hopper.layouts import (
     TILE,
     C,
 )
-from flash_delta.kernels.hopper.rings import barriers, end_barriers
-from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP, ChannelTile
-from flash_delta.kernels.hopper.units import units
+from flash_delta.kernels.hopper.device.rings import barriers, end_barriers
+from flash_delta.kernels.hopper.device.state_copies import apart, ask_for_state, store_state, take_state
+from flash_delta.kernels.hopper.device.units import units
+from flash_delta.kernels.hopper.device.work_items import ends, enter
+from flash_delta.kernels.hopper.plans.boxes import handed_by, ragged, states, strides
+from flash_delta.kernels.hopper.plans.tape import Tape, run_lay_tape
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_LOOP, ChannelTile
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flash_delta.kernels.hopper.forward.work_items import bounds, find_piece, find_pieces
+from flash_delta.kernels.hopper.device.work_items import bounds, find_piece, find_pieces
 
 STEP = gl.constexpr(32)  # tokens that the loop walks at a time
 EARLY = gl.constexpr(128)  # tokens before a part that are walked, too

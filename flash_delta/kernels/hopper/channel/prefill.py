@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.hopper.boxes import as_taken, describable, described
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
 from flash_delta.kernels.hopper.channel.walk import run_walk_prompts
-from flash_delta.kernels.hopper.forward.prompt_list import run_list_prompts
-from flash_delta.kernels.hopper.forward.rates import new_walks
-from flash_delta.kernels.hopper.forward.tape import new_channel_tape
-from flash_delta.kernels.hopper.forward.work_items import Listed
-from flash_delta.kernels.hopper.plan import channel_pool_launches
+from flash_delta.kernels.hopper.device.work_items import Listed
+from flash_delta.kernels.hopper.plans.boxes import as_taken, describable, described
+from flash_delta.kernels.hopper.plans.prompt_list import new_walks, run_list_prompts
+from flash_delta.kernels.hopper.plans.splits import channel_pool_launches
+from flash_delta.kernels.hopper.plans.tape import new_channel_tape
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of

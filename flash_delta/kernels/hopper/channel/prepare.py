@@ -28,7 +28,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flash_delta.kernels.hopper.boxes import blocks, ragged, squares, strides
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gates import BITS, rest_living, sum_gates
 from flash_delta.kernels.hopper.channel.scores import (
@@ -44,15 +43,16 @@ from flash_delta.kernels.hopper.channel.scores import (
     weighted,
 )
 from flash_delta.kernels.hopper.channel.steep import CLAMP, is_steep, store_halved_scores, with_halved_scores
-from flash_delta.kernels.hopper.forward.inverse import invert
-from flash_delta.kernels.hopper.forward.state_copies import beside
-from flash_delta.kernels.hopper.forward.work_items import NO_LIST, Listed, count_items
-from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.layouts import FLOATS, HALF, NARROW_ROWS, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
-from flash_delta.kernels.hopper.rings import barriers, load_box
-from flash_delta.kernels.hopper.segments.bounds import extent, find_segment, first_slot, load_bound, nth
-from flash_delta.kernels.hopper.tiles import PREPARES
-from flash_delta.kernels.hopper.units import to_half
+from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_store
+from flash_delta.kernels.hopper.device.inverse import invert
+from flash_delta.kernels.hopper.device.layouts import FLOATS, HALF, NARROW_ROWS, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
+from flash_delta.kernels.hopper.device.rings import barriers, load_box
+from flash_delta.kernels.hopper.device.segment_bounds import extent, find_segment, first_slot, load_bound, nth
+from flash_delta.kernels.hopper.device.state_copies import beside
+from flash_delta.kernels.hopper.device.units import to_half
+from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, count_items
+from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, strides
+from flash_delta.kernels.hopper.plans.tiles import PREPARES
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described

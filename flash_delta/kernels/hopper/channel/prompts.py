@@ -1,5 +1,5 @@
 """The loop on a pool of states. Its items are the value heads of the sequences that `list_prompts` has listed
-(forward/prompt_list.py). It reads states from slots and writes them to slots, and also checkpoints (checkpoints.py).
+(plans/prompt_list.py). It reads states from slots and writes them to slots, and also checkpoints (checkpoints.py).
 """
 
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import handed_by, pool, ragged, strides
 from flash_delta.kernels.hopper.channel.loop import run_roles
 from flash_delta.kernels.hopper.channel.parts import STEP
-from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments
-from flash_delta.kernels.hopper.forward.tape import Tape
-from flash_delta.kernels.hopper.tiles import CHANNEL_LOOP, CHANNEL_WHOLE
+from flash_delta.kernels.hopper.device import checkpoints
+from flash_delta.kernels.hopper.device.checkpoints import checkpoint_arguments
+from flash_delta.kernels.hopper.plans.boxes import handed_by, pool, ragged, strides
+from flash_delta.kernels.hopper.plans.tape import Tape
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_LOOP, CHANNEL_WHOLE
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described

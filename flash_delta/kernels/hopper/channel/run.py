@@ -1,7 +1,7 @@
 """A decay per key channel: which calls come here, and what they launch.
 
 In the backward pass ``triton`` walks the states. Before that `prepare` runs in place of `channel` and `solve`. After
-that `chunk_back` runs if it can (channel_backward/).
+that `chunk_back` runs if it can (channel/backward/).
 """
 
 from functools import partial
@@ -10,15 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.hopper.boxes import as_taken, described
+from flash_delta.kernels.hopper.channel.backward import run as by_chunk
 from flash_delta.kernels.hopper.channel.forget import new_forgets, run_find_forgetting
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.walk import run_walk_channels
-from flash_delta.kernels.hopper.channel_backward import run as by_chunk
-from flash_delta.kernels.hopper.forward.tape import new_channel_tape, new_tape
-from flash_delta.kernels.hopper.plan import CHANNEL_TILES, channel_tile, loop_parts, may_walk
-from flash_delta.kernels.hopper.tiles import CHANNEL_PACE, CHANNEL_WHOLE, ChannelTile, needs_tape
+from flash_delta.kernels.hopper.plans.boxes import as_taken, described
+from flash_delta.kernels.hopper.plans.splits import CHANNEL_TILES, channel_tile, loop_parts, may_walk
+from flash_delta.kernels.hopper.plans.tape import new_channel_tape, new_tape
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_PACE, CHANNEL_WHOLE, ChannelTile, needs_tape
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of

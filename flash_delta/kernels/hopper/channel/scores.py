@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from flash_delta.kernels.hopper.forward.state_copies import apart
-from flash_delta.kernels.hopper.layouts import BLOCKS, NARROW_ROWS, ROWS, THREADS, C
+from flash_delta.kernels.hopper.device.layouts import BLOCKS, NARROW_ROWS, ROWS, THREADS, C
+from flash_delta.kernels.hopper.device.state_copies import apart
 
 K = gl.constexpr(128)
 # In registers. A thread owns all 16 tokens of two channels, so that sums over tokens need no other thread.

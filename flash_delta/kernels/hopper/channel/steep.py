@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from flash_delta.kernels.hopper.channel.scores import OWN, both, products, put, take
-from flash_delta.kernels.hopper.gluon_compat import barrier
-from flash_delta.kernels.hopper.layouts import NARROW_ROWS, C
+from flash_delta.kernels.hopper.device.gluon_compat import barrier
+from flash_delta.kernels.hopper.device.layouts import NARROW_ROWS, C
 
 # Bits. Sums are monotonous, even after rounding. So if a row is unsafe, its block is found, too.
 LOOK = gl.constexpr(-109.5)  # of a block

@@ -6,9 +6,9 @@ other, 64 value columns of each.
     state    R = b (v - r_k (Kg S0))     U = A R + R     S1 = gamma . S0 + Kd^T (r_k U)     O = scale r_q (Qg S0) + P U
 
 A is float16 (units.py) and lacks its diagonal (prepare.py). The state is transposed, S^T [64, K], in float32
-accumulators, as in forward/loop.py. The rules there for ptxas hold here, too. Grid (programs, V / 64). On a pool the
-states are those of listed prompts (forward/prompt_list.py). They are read from slots and written to slots, and also to
-checkpoints.
+accumulators, as in scalar/forward/loop.py. The rules there for ptxas hold here, too. Grid (programs, V / 64). On a
+pool the states are those of listed prompts (plans/prompt_list.py). They are read from slots and written to slots, and
+also to checkpoints.
 
 Barriers, and who completes them:
 
@@ -29,19 +29,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flash_delta.kernels.hopper import checkpoints
-from flash_delta.kernels.hopper.boxes import blocks, lines, pool, ragged, squares, states, token_stride
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.scores import K
-from flash_delta.kernels.hopper.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
-from flash_delta.kernels.hopper.forward.state_copies import load_state, store_state, store_through
-from flash_delta.kernels.hopper.forward.work_items import NO_LIST, Listed, bounds, count_items, ends
-from flash_delta.kernels.hopper.gluon_compat import barrier, reinterpret, tma_load
-from flash_delta.kernels.hopper.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
-from flash_delta.kernels.hopper.rings import barriers, end_barriers, load_box, wait_free
-from flash_delta.kernels.hopper.segments.bounds import first_slot
-from flash_delta.kernels.hopper.tiles import CHANNEL_WALK
-from flash_delta.kernels.hopper.units import units
+from flash_delta.kernels.hopper.device import checkpoints
+from flash_delta.kernels.hopper.device.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_load
+from flash_delta.kernels.hopper.device.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.device.rings import barriers, end_barriers, load_box, wait_free
+from flash_delta.kernels.hopper.device.segment_bounds import first_slot
+from flash_delta.kernels.hopper.device.state_copies import load_state, store_state, store_through
+from flash_delta.kernels.hopper.device.units import units
+from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, bounds, count_items, ends
+from flash_delta.kernels.hopper.plans.boxes import blocks, lines, pool, ragged, squares, states, token_stride
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_WALK
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described

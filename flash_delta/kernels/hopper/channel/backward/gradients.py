@@ -1,0 +1,393 @@
+"""With a decay per channel, bfloat16 and heads of 128: all gradients of a chunk from the states around it, in one
+kernel. A program computes one chunk and head after the other.
+
+    dP = tril(dO U^T)        dL = -tril(dV U^T, -1)        dV = b . dU~
+    dq = scale e^G . (dO S0^T) + sum over j <= i of dP_ij e^{G_i - G_j} . k_j
+    dp = -e^G . (dV S0^T) + sum over j < i of dL_ij e^{G_i - G_j} . k_j
+    dk = e^{G_C - G} . (U dS1^T) + sum over i >= j of e^{G_i - G_j} . (dP_ij q_i + dL_ij k_i)      (and dp, as p is k)
+    dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write after the chunk
+    db = <dU~, R - L U>      dv = dV
+
+In the ``triton`` backend `pairs`, `channel_gradients` and `key_head_gradients` do the same, and the first two pass on
+64 KB per chunk through memory. They also read the same U, R, dU~ and states (workspace.py).
+
+First the kernel computes the products over values, by wgmma. Products with states leave [128 channels, 64 tokens] in
+registers, and scores go to shared memory. Then it does everything else, 16 tokens at a time, from right to left
+(chunk.py). Meanwhile the copy engine loads what the next chunk's products need. The gradients of q, k and g overwrite
+them.
+
+Chunks in which a channel falls by very much are rare, and their code needs more registers. So one launch does all other
+chunks and notes which are left. Another launch does those (DEEP).
+
+Tiles wait in the memory of dS1, R and L (parking.py). So the kernel asks for these last. They are also needed last.
+
+``full`` has three barriers. The copy engine completes them:
+
+    0    dO, U, dU~ and S0 are there
+    1    q, k and g are there
+    2    dS1, R and L are there
+"""
+
+from math import log2
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.hopper.channel.backward.blocks import (
+    BITS,
+    CHANNELS,
+    OF_CHANNELS,
+    SHIFT,
+    WIDE,
+    K,
+    empty_tile,
+    may_be_deep,
+)
+from flash_delta.kernels.hopper.channel.backward.chunk import chunk_gradients
+from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_load, tma_store
+from flash_delta.kernels.hopper.device.layouts import BOX, FLOAT_BOX, FLOATS, RAGGED, TILE, C
+from flash_delta.kernels.hopper.device.rings import barriers, load_box
+from flash_delta.kernels.hopper.device.segment_bounds import find_segment, load_bound
+from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, strides
+from flash_delta.kernels.runtime.arguments import constants_of, state_unit
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Residual, Solved
+from flash_delta.problem import Inputs
+
+# In registers, of eight warps.
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # [64, 64]
+OWN = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # [8, 16, 16]: a block for each warp
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # [64, 128]
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+# In shared memory.
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+BLOCK = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # [.., 16, 16]
+SCORES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [3, 2, 1, 0]))  # the same, [4, 4, 16, 16]
+
+
+@gluon.jit
+def store_nothing(slot, hv, results, sums, cu_seqlens, N, T, HV):
+    """Stores zeros for a slot without a chunk: for tokens after the last sequence, and in sums over slots."""
+    dq, dk, dv, dg, dbeta = results
+    i, c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, K, layout=gl.SliceLayout(0, ROWS))
+    nothing = gl.zeros([C, K], gl.float32, ROWS)
+    end = load_bound(cu_seqlens, N, T)
+    first = end + (slot - end // C - N) * C
+    if first >= end:
+        line = (first + i).to(gl.int64) * HV + hv
+        at, some = line[:, None] * K + c[None, :], ((first + i) < T)[:, None] & (c >= 0)[None, :]
+        gl.store(dq + at, nothing.to(dq.dtype.element_ty), mask=some)
+        gl.store(dk + at, nothing.to(dq.dtype.element_ty), mask=some)
+        gl.store(dv + at, nothing.to(dq.dtype.element_ty), mask=some)
+        gl.store(dg + at, nothing.to(dg.dtype.element_ty), mask=some)
+        if dbeta is not None:
+            gl.store(dbeta + line, gl.sum(nothing, 1).to(dbeta.dtype.element_ty), mask=first + i < T)
+    store_sums(slot * HV + hv, sums, gl.sum(empty_tile(), 1), gl.sum(empty_tile(), 1))
+
+
+@gluon.jit
+def store_sums(head, sums, dA, dbias):
+    dA_log, ddt_bias = sums
+    at = head.to(gl.int64) * K + gl.arange(0, K, layout=OF_CHANNELS)
+    if dA_log is not None:
+        gl.store(dA_log + at, dA)
+    if ddt_bias is not None:
+        gl.store(ddt_bias + at, dbias)
+
+
+@gluon.jit
+def next_deep(item, items, deep):
+    """The program's next item from ``item`` on that is noted in ``deep``."""
+    found, step, n = items, gl.num_programs(0), gl.arange(0, 256, layout=gl.BlockedLayout([1], [32], [8], [0]))
+    while (item < items) & (found >= items):
+        some = item + n * step
+        noted = gl.load(deep + some, mask=some < items, other=0)
+        found = gl.min(gl.where(noted > 0, some, items), 0)
+        item += 256 * step
+    return found
+
+
+@gluon.jit
+def next_chunk(item, work, results, sums, deep, PACKED: gl.constexpr, DEEP: gl.constexpr):
+    """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
+    length, and the chunk's first token in the sequence."""
+    items, cu_seqlens, N, T, HV = work
+    step = gl.num_programs(0)
+    if DEEP:
+        item = next_deep(item, items, deep)
+    _, row, first, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
+    if PACKED and not DEEP:
+        while (item < items) & (first >= stop):
+            store_nothing(item // HV, item % HV, results, sums, cu_seqlens, N, T, HV)
+            if deep is not None:
+                gl.store(deep + item, 0)
+            item += step
+            _, row, first, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
+    return item, row, start, gl.where(item < items, stop - start, 0), first - start
+
+
+@gluon.jit
+def ask_values(where, descs, tiles, bar, strides, HV):
+    """Asks for the tiles that the products of a chunk need first: dO, U, dU~ and S0."""
+    item, row, start, size, first = where
+    batch, head = strides
+    mbarrier.expect(bar, 3 * C * K * 2 + K * K * 2)
+    load_box(descs[0], row * batch + start, size, first, item % HV * head, bar, tiles[0], K)
+    tma_load(descs[1], [item * C, 0], bar, tiles[1])
+    tma_load(descs[2], [item * C, 0], bar, tiles[2])
+    tma_load(descs[3], [item * K, 0], bar, tiles[3])
+
+
+@gluon.jit
+def ask_last(item, descs, tiles, bar):
+    """Asks for dS1, R and L."""
+    mbarrier.expect(bar, K * K * 2 + C * K * 2 + C * C * 2)
+    tma_load(descs[0], [item * K, 0], bar, tiles[0])
+    tma_load(descs[1], [item * C, 0], bar, tiles[1])
+    tma_load(descs[2], [item * C, 0], bar, tiles[2])
+
+
+@gluon.jit
+def ask_keys(where, descs, tiles, bar, strides, HV):
+    """Asks for q, k and g of a chunk."""
+    item, row, start, size, first = where
+    batches, heads = strides
+    mbarrier.expect(bar, 2 * C * K * 2 + C * K * (4 if descs[2].dtype == gl.float32 else 2))
+    for m in gl.static_range(3):
+        load_box(descs[m], row * batches[m] + start, size, first, item % HV * heads[m], bar, tiles[m], K)
+
+
+@gluon.jit
+def load_factors(item, vectors, norms, NORM: gl.constexpr):
+    """b and the norms of q and k of a chunk's tokens. They are loaded early, because loads take long."""
+    i = gl.arange(0, C, layout=THREADS)
+    head = item.to(gl.int64)
+    b = gl.load(vectors + head * 4 * C + 2 * C + i)
+    of_q, of_k = b, b
+    if NORM:
+        of_q, of_k = gl.load(norms + head * 3 * C + i), gl.load(norms + head * 3 * C + C + i)
+    return b, of_q, of_k
+
+
+@gluon.jit
+def store_factors(factors, lines, scale, NORM: gl.constexpr):
+    """Stores six lines: the factors of what reads from, erases in and writes to a state; b; the squares of the norms of
+    q and k."""
+    b, of_q, of_k = factors
+    if not NORM:
+        of_q, of_k = b * 0.0 + 1.0, b * 0.0 + 1.0
+    lines.index(0).store((of_q * scale).reshape([1, C]))
+    lines.index(1).store((of_k * b).reshape([1, C]))
+    lines.index(2).store(of_k.reshape([1, C]))
+    lines.index(3).store(b.reshape([1, C]))
+    lines.index(4).store((of_q * of_q).reshape([1, C]))
+    lines.index(5).store((of_k * of_k).reshape([1, C]))
+
+
+@gluon.jit
+def of_rows(lines, n: gl.constexpr, layout: gl.constexpr):
+    """Line n, [64, 1]."""
+    return lines.index(n).permute([1, 0]).load(layout)
+
+
+@gluon.jit
+def store_scores(P, M, sL, sP, sM, lines):
+    """Stores dP and -dL as blocks, with their factors. Returns what L subtracts from db."""
+    i = gl.arange(0, C, layout=gl.SliceLayout(1, SQUARE))[:, None]
+    j = gl.arange(0, C, layout=gl.SliceLayout(0, SQUARE))[None, :]
+    of_k = lines.index(2).load(SQUARE)
+    M = gl.where(i > j, M, 0.0)
+    taken = gl.sum(gl.where(i > j, M * sL.load(SQUARE).to(gl.float32), 0.0), 1)
+    P = gl.where(i >= j, P * of_k, 0.0) * of_rows(lines, 0, SQUARE)
+    M = M * of_k * of_rows(lines, 1, SQUARE)
+    reinterpret(sP, sP.dtype, [4, 4, 16, 16], SCORES).store(
+        P.to(sP.dtype).reshape([4, 16, 4, 16]).permute([0, 2, 1, 3])
+    )
+    reinterpret(sM, sM.dtype, [4, 4, 16, 16], SCORES).store(
+        M.to(sM.dtype).reshape([4, 16, 4, 16]).permute([0, 2, 1, 3])
+    )
+    return taken
+
+
+@gluon.jit
+def store_values(slam, sr, taken, lines, dv, dbeta, where, T, HV, beta_top, RAW_BETA: gl.constexpr):
+    """Stores dv and dbeta."""
+    item, row, start, size, first = where
+    i, c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, K, layout=gl.SliceLayout(0, ROWS))
+    lam, b = slam.load(ROWS).to(gl.float32), of_rows(lines, 3, ROWS)
+    line, some = (row.to(gl.int64) * T + start + first + i) * HV + item % HV, first + i < size
+    gl.store(
+        dv + line[:, None] * K + c[None, :], (lam * b).to(dv.dtype.element_ty), mask=some[:, None] & (c >= 0)[None, :]
+    )
+    if dbeta is not None:
+        db = gl.sum(lam * sr.load(ROWS).to(gl.float32), 1) - gl.convert_layout(taken, gl.SliceLayout(1, ROWS))
+        if RAW_BETA:
+            b = gl.sum(b, 1)
+            db *= b * (1.0 - b / beta_top)
+        gl.store(dbeta + line, db.to(dbeta.dtype.element_ty), mask=some)
+
+
+@gluon.jit
+def state_sums(ss, sds):
+    """S0 . dS1 of every channel. This is the diagonal of a product, and a warp multiplies its own 16 rows."""
+    x = gl.zeros([8, 16, 16], gl.float32, OWN)
+    for h in gl.static_range(2):
+        s, d = ss.slice(64 * h, 64, 0).permute([1, 0]), sds.slice(64 * h, 64, 0).permute([1, 0])
+        s = s.load(gl.DotOperandLayout(0, CHANNELS, 2)).reshape([8, 16, 64])
+        d = d.load(gl.DotOperandLayout(0, CHANNELS, 2)).reshape([8, 16, 64]).permute([0, 2, 1])
+        s = gl.convert_layout(s, gl.DotOperandLayout(0, OWN, 2))
+        x = mma_v2(s, gl.convert_layout(d, gl.DotOperandLayout(1, OWN, 2)), x)
+    r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
+    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, OWN)))[None, None, :]
+    return gl.convert_layout(gl.sum(gl.where(r == c, x, 0.0), 2).reshape([K]), OF_CHANNELS)
+
+
+@gluon.jit
+def load_parameters(A_log, dt_bias, item, HV):
+    """A head's rate, e^A_log, and its channels' biases. The rate is never 0 (device/channel_gate.py)."""
+    c = gl.arange(0, K, layout=OF_CHANNELS)
+    rate, bias = gl.full([K], 1.0, gl.float32, OF_CHANNELS), gl.full([K], 0.0, gl.float32, OF_CHANNELS)
+    if A_log is not None:
+        rate *= gl.maximum(gl.exp2(gl.load(A_log + item % HV + c * 0).to(gl.float32) * BITS), 1e-30)
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + item % HV * K + c).to(gl.float32)
+    return rate, bias
+
+
+@gluon.jit
+def store_box(desc, tile, row, size, first, column):
+    """Stores the tokens of a sequence that ends before ``row``."""
+    box = reinterpret(tile, desc.dtype, [1, 1, C, K], FLOAT_BOX if desc.dtype == gl.float32 else BOX)
+    tma_store(desc, (RAGGED, row, RAGGED - size + first, column), box)
+
+
+@gluon.jit(do_not_specialize=["N", "T", "items", "q_batch", "k_batch", "g_batch", "do_batch", "do_head", "HV"])
+def chunk_back(
+    q_desc, k_desc, g_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc, dg_desc,
+    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, deep, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items,
+    q_batch, k_batch, g_batch, do_batch, heads, HV, scale, shift, lower_bound, beta_top,
+    PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    DEEP: gl.constexpr,
+):  # fmt: skip
+    """``items``: slots times heads. ``deep``: whether items are left to the launch with DEEP, or None if none is.
+    ``shift``: SHIFT less the logarithm of `state_unit`, by which dS1 is divided."""
+    gdc_launch_dependents()
+    ty: gl.constexpr = q_desc.dtype
+    sdo1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    su1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    slam1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    sr1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    ss1 = gl.allocate_shared_memory(ty, [1, K, K], TILE)
+    sds1 = gl.allocate_shared_memory(ty, [1, K, K], TILE)
+    sl1 = gl.allocate_shared_memory(gl.float16, [1, C, C], TILE)
+    sparking = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
+    sq1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    sk1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
+    sg1 = gl.allocate_shared_memory(g_desc.dtype, [1, C, K], FLOATS if g_desc.dtype == gl.float32 else TILE)
+    sP = gl.allocate_shared_memory(ty, [16, 16, 16], BLOCK)
+    sM = gl.allocate_shared_memory(ty, [16, 16, 16], BLOCK)
+    lines = gl.allocate_shared_memory(gl.float32, [6, 1, C], LINE)
+    full = barriers(3, 1)
+    fence_async_shared()
+    barrier()  # all warps of the program: the barriers above are initialised
+    work, results = (items, cu_seqlens, N, T, HV), (dq, dk, dv, dg, dbeta)
+    values, last = (do_desc, u_desc, lam_desc, s_desc), (ds_desc, r_desc, l_desc)
+    keys, of_keys, of_values = (q_desc, k_desc, g_desc), ((q_batch, k_batch, g_batch), heads), (do_batch, heads[3])
+    gdc_wait()  # the kernels before this one have ended, and their results can be read
+    where = next_chunk(gl.program_id(0), work, results, (dA_log, ddt_bias), deep, PACKED, DEEP)
+    if where[0] < items:
+        ask_values(
+            where, values, (sdo1.index(0), su1.index(0), slam1.index(0), ss1.index(0)), full.index(0), of_values, HV
+        )  # fmt: skip
+        ask_last(where[0], last, (sds1.index(0), sr1.index(0), sl1.index(0)), full.index(2))
+        ask_keys(where, keys, (sq1.index(0), sk1.index(0), sg1.index(0)), full.index(1), of_keys, HV)
+        store_factors(load_factors(where[0], vectors, norms, NORM), lines, scale, NORM)
+    t = where[0] * 0
+    while where[0] < items:
+        # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
+        # loop.
+        n = t >> 16
+        sdo, su, slam, sr, ss, sds = (
+            sdo1.index(n), su1.index(n), slam1.index(n), sr1.index(n), ss1.index(n), sds1.index(n)
+        )  # fmt: skip
+        sl, sq, sk, sg = sl1.index(n), sq1.index(n), sk1.index(n), sg1.index(n)
+        square, wide = gl.zeros([C, C], gl.float32, SQUARE), gl.zeros([K, C], gl.float32, WIDE)
+        mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: the tiles of the products are there
+        barrier()  # all warps of the program: lines are there
+        P = warpgroup_mma(sdo, su.permute([1, 0]), square, use_acc=False, is_async=True)
+        M = warpgroup_mma(slam, su.permute([1, 0]), square, use_acc=False, is_async=True)
+        X = warpgroup_mma(ss.permute([1, 0]), sdo.permute([1, 0]), wide, use_acc=False, is_async=True)
+        Y = warpgroup_mma(ss.permute([1, 0]), slam.permute([1, 0]), wide, use_acc=False, is_async=True)
+        P, M = warpgroup_mma_wait(2, deps=[P, M])
+        mbarrier.wait(full.index(2), t & 1)  # signalled by the copy engine: dS1, R and L are there
+        W = warpgroup_mma(sds.permute([1, 0]), su.permute([1, 0]), wide, use_acc=False, is_async=True)
+        taken = store_scores(P, M, sl, sP, sM, lines)
+        store_values(slam, sr, taken, lines, dv, dbeta, where, T, HV, beta_top, RAW_BETA)
+        through = state_sums(ss, sds)
+        X, Y, W = warpgroup_mma_wait(0, deps=[X, Y, W])
+        item, row, start, size, first = where
+        where = next_chunk(item + gl.num_programs(0), work, results, (dA_log, ddt_bias), deep, PACKED, DEEP)
+        barrier()  # all warps of the program: they have read the tiles of the products, and scores are there
+        if where[0] < items:
+            ask_values(where, values, (sdo, su, slam, ss), full.index(0), of_values, HV)
+        factors = load_factors(gl.minimum(where[0], items - 1), vectors, norms, NORM)
+        rate, bias = load_parameters(A_log, dt_bias, item, HV)
+        mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q, k and g are there
+        gate, left_out = (rate, bias, lower_bound), False
+        if deep is not None and not DEEP:
+            left_out = may_be_deep(sg, gate, RAW_GATE)
+            gl.store(deep + item, gl.where(left_out, 1, 0))
+        if not left_out:
+            dA, dbias = chunk_gradients(
+                X, Y, W, through, shift, sq, sk, sg, sP, sM, (sds, sr, sl, sparking), lines,
+                gl.minimum(size - first, C), gate, NORM, RAW_GATE, BOUNDED, DEEP,
+            )  # fmt: skip
+            store_sums(item, (dA_log, ddt_bias), dA, dbias)
+            fence_async_shared()
+        barrier()  # all warps of the program: the gradients are there; they have read lines, scores and parked tiles
+        if where[0] < items:
+            ask_last(where[0], last, (sds, sr, sl), full.index(2))
+        if not left_out:
+            end = row * T + start + size
+            store_box(dq_desc, sq, end, size, first, item % HV * K)
+            store_box(dk_desc, sk, end, size, first, item % HV * K)
+            store_box(dg_desc, sg, end, size, first, item % HV * K)
+        store_factors(factors, lines, scale, NORM)
+        tma.store_wait(0)  # the copy engine has read the gradients
+        barrier()  # all warps of the program: none asks earlier
+        if where[0] < items:
+            ask_keys(where, keys, (sq, sk, sg), full.index(1), of_keys, HV)
+        t += 1
+
+
+def run_chunk_back(
+    c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, deep: Deep, do: Tensor, d: Inputs, *, rest: bool
+) -> None:
+    """Launches `chunk_back` for all of ``d`` except the initial state's gradient. Those of A_log and dt_bias are per
+    chunk, [slots, HV, K]. ``rest``: for the chunks that the launch without it has left out. With a bound there are
+    none."""
+    p, x = c.p, c.x
+    items, K = count_slots(p) * p.HV, p.K
+    *batches, heads = strides(x.q, x.k, x.g, do)
+    tiles = (r.U, chain.dU, r.R)
+    arguments = (
+        *(ragged(t, K) for t in (x.q, x.k, x.g, do)), *(blocks(t, K) for t in tiles), blocks(r.states, K, K),
+        blocks(chain.dstates, K, K), squares(ch.L), *(ragged(t, K) for t in (d.q, d.k, d.g)), d.q, d.k, d.v, d.g,
+        d.beta, d.A_log, d.dt_bias, deep.chunks if p.lower_bound is None else None, s.vectors, s.norms, x.A_log,
+        x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.HV, p.scale, SHIFT.value - log2(state_unit(p)),
+        p.lower_bound or 0.0, p.beta_range,
+    )  # fmt: skip
+    constants, programs = constants_of(c, chunk_back, arguments, DEEP=rest), min(items, c.shape.chip.processors)
+    launch_described(c, chunk_back, DescribedPlan((programs,), arguments, constants), num_warps=8)

@@ -1,0 +1,86 @@
+"""The tensors that the kernels of the backward pass pass to each other."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from flash_delta.kernels.device.chunk import C, count_slots
+from flash_delta.kernels.hopper.plans.tape import Tape, new_tape
+from flash_delta.kernels.hopper.plans.tiles import RETRACE_PACE, WALK_BACK_PACE, Pace, walk_needs_tape
+from flash_delta.kernels.hopper.scalar.forward.rates import new_rates
+from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.problem import Problem
+
+# The lines of `Parts.lines` for one chunk and value head, 64 float32 numbers each. Except in THROUGH these are numbers
+# of tokens.
+READS = gl.constexpr(0)  # <q, dq> + <k, dk>, of the parts by which queries read and keys erase S0
+ERASED = gl.constexpr(1)  # <dV, U>, which is b^2 dbeta
+TAKEN = gl.constexpr(2)  # sums over j of <dV_i, U_j> L_ij: `finish` uses it if b_i is tiny
+PAIRS = gl.constexpr(3)  # four lines, one per warp: for each gate the sum over the pairs of tokens around it
+FIXED = gl.constexpr(7)  # the number of lines so far. Then every 64 value columns have GROUP lines:
+WRITES = gl.constexpr(0)  # four of them, one per warp: <dU, U>, with the part of dU that comes from dS1
+THROUGH = gl.constexpr(4)  # <S0, dS1>, one number per value column
+GROUP = gl.constexpr(5)
+
+
+def count_lines(V: int) -> int:
+    return FIXED.value + GROUP.value * (V // C)
+
+
+class Gates(NamedTuple):
+    """What `rates` computes for this pass (scalar/forward/rates.py)."""
+
+    rates: Tensor  # [slots * HV * 2, 4 C] float32
+    decays: Any  # [slots, HV, C] float32: log decays; None without a raw gate
+
+
+class Parts(NamedTuple):
+    """What `walk_back` leaves for `sum_heads` and `finish`."""
+
+    dq: Tensor  # [B, T, HV, K]: of every value head, and not yet taken back through a norm
+    dk: Tensor  # [B, T, HV, K]
+    lines: Tensor  # [slots, HV, lines, C] float32
+
+
+class Tapes(NamedTuple):
+    """The tapes on which whole sequences are walked. None: programs walk whole items."""
+
+    trace: Tape | None  # of `run_retrace`; None also if the forward pass has left its results
+    gradients: Tape | None  # of `run_walk_back`, on which every item begins with its last chunk
+
+
+class Ends(NamedTuple):
+    """Gradients of the states at the bounds of segments, [slots of segments, HV, V, K] float32."""
+
+    D: Any  # at the start of a segment, if the gradient at its end is zero
+    ends: Any  # at the end of a segment
+
+
+def new_gates(p: Problem) -> Gates:
+    decays = torch.empty(count_slots(p), p.HV, C, dtype=torch.float32, device=p.device) if p.raw_gate else None
+    return Gates(new_rates(p), decays)
+
+
+def new_parts(p: Problem) -> Parts:
+    dq, dk = (torch.empty(p.B, p.T, p.HV, p.K, dtype=p.dtype, device=p.device) for _ in range(2))
+    lines = torch.empty(count_slots(p), p.HV, count_lines(p.V), C, dtype=torch.float32, device=p.device)
+    return Parts(dq, dk, lines)
+
+
+def new_tapes(p: Problem, chip: Chip) -> Tapes:
+    """Memory for the tapes of whole sequences."""
+
+    def tape(pace: Pace) -> Tape | None:
+        programs = min(p.N * p.HV, chip.processors)
+        return new_tape(p, programs, pace) if walk_needs_tape(p, programs, pace) else None
+
+    return Tapes(None if p.disable_recompute else tape(RETRACE_PACE[p.K]), tape(WALK_BACK_PACE[p.K]))
+
+
+def new_ends(p: Problem, length: int | None) -> Ends:
+    if length is None:
+        return Ends(None, None)
+    shape = count_slots(p, length), p.HV, p.V, p.K
+    return Ends(*(torch.empty(*shape, dtype=torch.float32, device=p.device) for _ in range(2)))

@@ -1,0 +1,356 @@
+"""The forward pass for Hopper in one kernel. A program walks one state after the other, with a role per warp group.
+
+    load     loads q, k and rates of a chunk into a ring of NS slots, and v into a ring of NV: one warp each
+    rate     makes the rates instead, without a pool, norms and raw gates, if nothing is saved: one warp
+    factor   writes A = (I + diag(b) L)^{-1} and P, from k k^T and q k^T, into a ring of NX slots. If there are
+             two state groups, it writes only A, and each state group writes half of the columns of P
+    state    R = b . (v - e^G . (k S0))     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
+             O = scale (e^G . (q S0) + P U)
+
+Every state group holds 64 value columns of the state, transposed, S^T [64, K], in float32 accumulators. The values of
+S, R and U go from registers into the next product. There are one or two state groups, and one or two factor groups.
+Factor groups take chunks in turns. The docstring of rates.py says what the rates are.
+
+Barriers, and who completes them:
+
+    full     the copy engine, and the rate role if it makes rates: q, k and rates of a chunk are there
+    vfull    the copy engine: v is there
+    xfull    the factor group: A is there, and P if it writes P
+    pfull    both state groups: their halves of P are there
+    done     all state groups: they have read all tiles of a chunk, so that its slots are free
+
+For the backward pass A also goes to memory, and with SAVE the state groups write S0 and U of every chunk.
+inverse_tiles.py says how A is kept.
+
+Two rules for ptxas. A wait for one accumulator has to name every other one that is still on its way. Otherwise ptxas
+waits for all of them. And no role may need more registers than it has. Otherwise ptxas waits after every wgmma of the
+kernel (C7512, see ``flash-delta compile``).
+"""
+
+from collections.abc import Iterable
+from itertools import product
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from flash_delta.kernels.hopper.device import checkpoints
+from flash_delta.kernels.hopper.device.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret
+from flash_delta.kernels.hopper.device.hand_over import flag_of, hand_over, take_over
+from flash_delta.kernels.hopper.device.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
+from flash_delta.kernels.hopper.device.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.device.load_role import load_role
+from flash_delta.kernels.hopper.device.rings import barriers, end_barriers, rate
+from flash_delta.kernels.hopper.device.segment_bounds import first_slot
+from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state, send, store_state, store_through
+from flash_delta.kernels.hopper.device.work_items import ends, enter, find_part, find_piece, find_pieces
+from flash_delta.kernels.hopper.plans.boxes import (
+    handed_by,
+    inverses,
+    lines,
+    pool,
+    ragged,
+    rows,
+    saved,
+    states,
+    strides,
+)
+from flash_delta.kernels.hopper.plans.tape import Tape, new_tape, run_lay_tape
+from flash_delta.kernels.hopper.plans.tiles import NARROW, LoopTile, Pace, count_programs, pool_loops
+from flash_delta.kernels.hopper.scalar.forward.factor_role import factor_role
+from flash_delta.kernels.hopper.scalar.forward.rate_role import rate_role
+from flash_delta.kernels.hopper.scalar.segments.memory import Parts
+from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
+from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
+from flash_delta.kernels.runtime.pool_launches import PoolLaunch
+from flash_delta.kernels.runtime.workspace import Trace
+from flash_delta.problem import Slots
+
+
+@gluon.jit
+def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
+    """Stores 32 columns of P, from column j on."""
+    row = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
+    column = j + gl.arange(0, C // 2, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
+    decay = gl.exp2(to.permute([1, 0]).load(NARROW_ROWS) - of.slice(j, C // 2, 1).load(NARROW_ROWS))
+    sp.slice(j, C // 2, 1).store(gl.where(row >= column, reads * decay, 0.0).to(ty))
+    fence_async_shared()
+
+
+@gluon.jit
+def state_role(
+    so, sbar, shared, v: gl.constexpr, HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr,
+    V_FIRST: gl.constexpr, READS: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr,
+    NX: gl.constexpr, NV: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    o_desc, tiles, bars, initial, final, handed, saved, kept, work, w = shared
+    sq, sk, sv, sr, sa, sp = tiles
+    FINE: gl.constexpr = sa.shape[0] == 3 * NX
+    full, vfull, xfull, pfull, done = bars
+    T, pool, share = work[1], work[3], work[4]
+    WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
+    operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
+    wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
+    ty: gl.constexpr = sk.dtype
+    PARTS: gl.constexpr = WIDTH // 64
+    SENT: gl.constexpr = PARTS + 2 if SAVE else 1  # tiles of a chunk that go to memory through ``so``
+    NO: gl.constexpr = so.shape[0]  # buffers
+    BUFFERS: gl.constexpr = 1 if SAVE else NO  # for loads and stores of a whole state
+    zero = gl.zeros([64, C], gl.float32, ROWS)
+    t = 0
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces[0], pieces[1], pieces[2]):
+        item, n, hv, start, length, begin, end = find_piece(piece, pieces, work, HV, PACKED)
+        S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
+        if pool is not None:
+            first, last = ends(item, pool, HV)
+        stop = length
+        if pool is not None and len(pool) > 3:
+            own, stop, before = find_part(item, pool, length, HV)
+            lost = 0.0
+            if share is not None and begin > own:
+                before = share[1] - 1
+                lost = take_over(flag_of(share, before, (w + v) // 64), share)
+            if before >= 0:
+                S = load_state(handed, None, before * WIDTH, w + v, so, sbar, WIDTH, True, BUFFERS, WIDE_ROWS) + lost
+            else:
+                S = load_state(initial, first, hv * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
+        elif share is not None and begin > 0:
+            lost = take_over(flag_of(share, share[1] - 1, (w + v) // 64), share)
+            before = (share[1] - 1) * WIDTH
+            S = load_state(handed, None, before, w + v, so, sbar, WIDTH, True, BUFFERS, WIDE_ROWS) + lost
+        elif pool is not None:
+            S = load_state(initial, first, hv * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
+        elif INITIAL:
+            S = load_state(initial, None, item * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
+        row = start + length
+        if not PACKED:
+            row += n * T
+        offset = find_offset(kept, n, length)
+        for token in range(begin, end, C):
+            s, x = t % NS, t % NX
+            sb = gl.convert_layout(S.to(ty), operand)
+            # Signalled by the copy engine, and by the rate role if it makes rates: q, k and rates are there.
+            mbarrier.wait(full.index(s), (t // NS) & 1)
+            E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            if SAVE:
+                head = (first_slot(n, start, T, PACKED) + token // C) * HV + hv
+                parts = apart_all(S.to(ty), PARTS)
+                for m in gl.static_range(PARTS):
+                    part = gl.convert_layout(parts[m], ROWS)
+                    send(saved[0], part, head * WIDTH + w + v, 64 * m, so, t * SENT + m, NO, False)
+            mbarrier.wait(vfull.index(t % NV), (t // NV) & 1)  # signalled by the copy engine: v is there
+            E, O = warpgroup_mma_wait(0 if READS else 1, deps=[E, O])
+            R = sv.index(t % NV).slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
+            R = R + E * rate(sr, s, 4).load(ROWS)
+            R *= rate(sr, s, 3).load(ROWS)
+            R, A, fine = halves(R.to(ty)), tiles_in(sa, x, FINE), is_fine(sr, s, FINE)
+            mbarrier.wait(xfull.index(x), (t // NX) & 1)  # signalled by the factor group: A, and P without READS
+            U, U2 = times_inverse(R, A)
+            U, U2, O = warpgroup_mma_wait(3, deps=[U, U2, O])
+            O *= rate(sr, s, 5).load(ROWS)
+            S *= rate(sr, s, 7).slice(0, 1, 1).load(WIDE_ROWS)
+            weight = rate(sr, s, 6).load(ROWS)
+            U = finished(R, U, U2, A, fine)
+            written = (U * weight).to(ty)
+            read = U.to(ty)
+            if READS:  # this group's half of q k^T: 32 keys
+                keys = sk.index(s).slice(v // 2, C // 2, 0).permute([1, 0])
+                reads = gl.zeros([C, C // 2], gl.float32, NARROW_ROWS)
+                reads = warpgroup_mma(sq.index(s), keys, reads, use_acc=False, is_async=True)
+            S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
+            if READS:
+                reads, S = warpgroup_mma_wait(1, deps=[reads, S])
+                store_reads(reads, sp.index(x), rate(sr, s, 0), rate(sr, s, 1), v // 2, ty)
+                mbarrier.arrive(pfull.index(x), count=1)
+                mbarrier.wait(pfull.index(x), (t // NX) & 1)  # signalled by both state groups: P is whole
+            O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+            if SAVE:
+                send(saved[1], read, head * C, w + v, so, t * SENT + PARTS, NO, True)
+            O, S = warpgroup_mma_wait(0, deps=[O, S])
+            tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
+            mbarrier.arrive(done.index(s), count=1)
+            out = so.index((t * SENT + SENT - 1) % NO)
+            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
+            store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
+            t += 1
+            if kept is not None:
+                slot = find_checkpoint(kept, n, token + C, length, offset)
+                if slot >= 0:
+                    store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+        if share is not None and end < stop:
+            store_state(handed, S, None, share[1] * WIDTH, w + v, so, WIDTH, True, BUFFERS)
+            hand_over(flag_of(share, share[1], (w + v) // 64))
+        elif pool is not None:
+            if last >= 0:
+                store_state(final, S, last, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+            else:
+                tma.store_wait(0)  # the copy engine has read ``so``, where the next state will be loaded
+                barrier()  # all warps of this group: none asks for that state earlier
+        else:
+            store_state(final, S, None, item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+
+
+NUMBERS = ["items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "group", "g_batch", "beta_batch", "scale"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
+def forward_loop(
+    q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, u_desc, initial, final, handed, tape, cu_seqlens,
+    walks, parts, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row,
+    checkpoint_column, q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides,
+    beta_strides, scale,
+    HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
+    SAVE: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, GROUPS: gl.constexpr,
+    FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``walks`` and ``parts``
+    (prompt_list.py) the device counts the sequences or their parts, and this launch works only if there are ``least``
+    to ``most`` of them.
+    K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
+    BV: gl.constexpr = 64 * GROUPS
+    ty: gl.constexpr = q_desc.dtype
+    block, share = gl.program_id(1), None
+    if tape is not None:
+        u, block = enter(tape)
+        share = (tape, u)
+    w = block * BV
+    sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
+    sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
+    sr = gl.allocate_shared_memory(gl.float32, [2 * NS, 1, 4 * C], LINES)
+    sv = gl.allocate_shared_memory(ty, [NV, C, BV], TILE)
+    sa = gl.allocate_shared_memory(ty, [NX * (3 if FINE else 2), C, C // 2], HALF)
+    sp = gl.allocate_shared_memory(ty, [NX, C, C], TILE)
+    so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
+    sD = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
+    MAKES_RATES: gl.constexpr = r_desc is None
+    full, done = barriers(NS, 2 if MAKES_RATES else 1), barriers(NS, GROUPS)
+    vfull, xfull = barriers(NV, 1), barriers(NX, 1)
+    made, pfull, sbar, sbar2 = (full, done, vfull, xfull), None, None, None
+    LOADS_STATES: gl.constexpr = INITIAL or tape is not None
+    if LOADS_STATES:
+        sbar = barriers(NO, 1)
+        made += (sbar,)
+    saved, pool, kept = (s_desc, u_desc), None, None
+    if walks is not None:
+        gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
+        pool = (walks, least, most)
+        if parts is not None:
+            pool += (parts,)
+    if checkpoints is not None:
+        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
+        if offsets is not None:
+            kept += (offsets,)
+    work, strides = (cu_seqlens, T, items, pool, share), ((q_batch, k_batch, v_batch), heads, group)
+    # What the groups of a role share.
+    factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work, w)
+    gates = ((g, beta, o), (g_batch, g_strides, beta_batch, beta_strides, scale), sr, (full, done), work)
+    keys = ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done), work, strides)
+    values = ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done), work, strides)
+    if GROUPS == 2:
+        so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
+        pfull = barriers(NX, GROUPS)
+        made += (pfull,)
+        if LOADS_STATES:
+            sbar2 = barriers(NO, 1)
+            made += (sbar2,)
+    if FACTORS == 2:
+        sD2 = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
+    tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
+    state = (o_desc, tiles, bars, initial, final, handed, saved, kept, work, w)
+    fence_async_shared()
+    barrier()  # all warps of the program: the barriers above are initialised
+    # The first role gets the registers that the others do not ask for.
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (factor_role, (sD, factor, 0, HV, FACTORS, False, NS, NX, PACKED)),
+            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, True, SAVE, NS, NX, NV, PACKED)),
+            (state_role, (so2, sbar2, state, 64, HV, WIDTH, INITIAL, V_FIRST, True, SAVE, NS, NX, NV, PACKED)),
+            (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
+            (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
+            (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
+        ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, False, SAVE, NS, NX, NV, PACKED)),
+            (factor_role, (sD, factor, 0, HV, FACTORS, True, NS, NX, PACKED)),
+            (factor_role, (sD2, factor, 1, HV, FACTORS, True, NS, NX, PACKED)),
+            (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
+            (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
+            (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
+        ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
+    end_barriers(made)
+
+
+def run_pool_loops(
+    c: Call, o: Tensor, rates: Tensor, walks: Tensor, tape: Tape, parts: Parts | None, slots: Slots, final: Tensor,
+    *choice: LoopTile,
+) -> None:  # fmt: skip
+    """Launches the loop for sequences that the device lists, once for every tile that their number may select. States
+    are read from ``slots.state_pool``, or are zeros, and written to ``final``: the same pool, or a slot for each
+    sequence."""
+    p, (starts, listed) = c.p, (0, None) if parts is None else (parts.starts, parts.listed)
+    launches = pool_loops(p, c.shape.chip, *choice, every=every(c), starts=starts)
+    initial = pool(p, final if slots.state_pool is None else slots.state_pool)
+    ends = initial, initial if slots.state_pool is final else pool(p, final)
+    kept = checkpoints.NONE if p.pool is None else checkpoint_arguments(p, slots)
+    taped = [(launch, None if launch.tile == NARROW else tape) for launch in launches]
+    handed = None if parts is None else rows(tape.handed)
+    _run(c, o, rates, taped, (*(None,) * 3, *ends), (walks, listed, *kept), initial=True, handed=handed)
+
+
+def run_loop(
+    c: Call, o: Tensor, final: Tensor, rates: Tensor | None, A: Tensor | None, *tiles: LoopTile,
+    trace: Trace | None = None, tape: Tape | None = None,
+) -> None:  # fmt: skip
+    """Launches the loop with each of the ``tiles``. There is at most one program per multiprocessor and block of value
+    columns. A program walks several states. Without ``rates`` the loop makes them. ``A`` and ``trace`` are written for
+    the backward pass. The ``tape`` is laid first."""
+    p, initial = c.p, c.x.initial_state
+    launches = [PoolLaunch(t, p.N) for t in tiles]
+    tapes = (None, new_tape(p, 1, Pace(1))) if every(c) else (tape,)
+    if tapes[-1] is not None:
+        run_lay_tape(c, tapes[-1], follows=rates is not None)
+    ends = states(p, final if initial is None else initial), states(p, final)
+    stored = (None if A is None else inverses(A), *saved(trace), *ends)
+    _run(c, o, rates, product(launches, tapes), stored, (None, None, *checkpoints.NONE), initial=initial is not None)
+
+
+def _run(
+    c: Call, o: Tensor, rates: Tensor | None, launches: Iterable[tuple[PoolLaunch, Tape | None]], stored: tuple,
+    on_pool: tuple, *, initial: bool, handed: Descriptor | None = None,
+) -> None:  # fmt: skip
+    """``launches``: each with its tape. ``stored``: descriptors of A, of what is saved of chunks, and of the first and
+    final states. ``on_pool``: the arguments for a pool: ``walks``, ``parts``, ``checkpoints``, ``offsets``, and six
+    numbers from ``slots`` on. ``handed``: of the states that parts start from, if there are parts."""
+    p, x, plans = c.p, c.x, []
+    q, k, box, lines_of = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)
+    gates = (x.g, x.beta, o) if rates is None else (None, None, None)
+    numbers = *map(batch, gates[:2]), *map(tokens, gates[:2]), p.scale
+    for (t, sequences, least, most, _), tape in launches:
+        arguments = (
+            q, k, ragged(x.v, 64 * t.groups), box, lines_of, *stored, *handed_by(tape, handed), x.cu_seqlens,
+            *on_pool[:4], p.N * p.HV, p.T, least, most, *on_pool[4:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates,
+            *numbers,
+        )  # fmt: skip
+        constants = constants_of(
+            c, forward_loop, arguments, INITIAL=initial, SAVE=stored[1] is not None,
+            FINE=fine(p), TAPED=tape is not None, GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values,
+            NX=t.maps, NO=t.outputs, REGISTERS=t.registers,
+        )  # fmt: skip
+        programs = count_programs(p, c.shape.chip, t, sequences) if tape is None else tape.programs
+        grid = programs, p.V // (64 * t.groups)
+        plans.append(DescribedPlan(grid, arguments, constants))
+    launch_described(c, forward_loop, *plans, launch_pdl=rates is not None)

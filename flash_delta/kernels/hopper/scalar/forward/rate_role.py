@@ -1,0 +1,95 @@
+"""The role that makes the rates of the loop's chunks, in one warp. If it does so, `rates` is not launched.
+
+It takes log decays and strengths as given. There are no norms. rates.py says what the rates are.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from flash_delta.kernels.hopper.device.layouts import TOKENS, C
+from flash_delta.kernels.hopper.device.rings import rate, wait_free
+from flash_delta.kernels.hopper.device.work_items import clear_padding, find_piece, find_pieces
+from flash_delta.problem import Problem
+
+BITS = gl.constexpr(1.4426950408889634)  # log2(e)
+LEAST = gl.constexpr(-128.0)  # nats per token, as in device/channel_gate.py
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, length):
+    """Log decays and strengths of a sequence's tokens, and 0 after its end. Without ``g`` no token decays. Without
+    ``beta`` every token has strength 1."""
+    live, at = token < length, (start + token).to(gl.int64)
+    x = (token * 0).to(gl.float32)
+    b = gl.where(live, x + 1.0, 0.0)
+    if g is not None:
+        x = gl.load(g + (g_row + at * g_token), mask=live, other=0.0).to(gl.float32)
+    if beta is not None:
+        b = gl.load(beta + (beta_row + at * beta_token), mask=live, other=0.0).to(gl.float32)
+    return x, b
+
+
+@gluon.jit
+def find_rates(x, b, i, scale):
+    """The eight vectors [1, 64] of a chunk, from log decays ``x`` and strengths ``b`` of its tokens ``i``."""
+    sums = gl.associative_scan(gl.maximum(x, LEAST).to(gl.float64), 1, add)
+    G = (sums * BITS).to(gl.float32)
+    last = gl.sum(gl.where(i == C - 1, G, 0.0), 1)[:, None]
+    l_q = gl.log2((i * 0).to(gl.float32) + scale)
+    erased, decayed, read = -b * gl.exp2(-l_q), -gl.exp2(G), gl.exp2(G + l_q)
+    gamma = gl.where(i == 1, gl.max(gl.abs(b), 1)[:, None], gl.exp2(G * 0.0 + last))
+    return G + l_q, G, erased, b, decayed, read, gl.exp2(last - G), gamma
+
+
+@gluon.jit
+def rate_role(
+    given, MAKES_RATES: gl.constexpr, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Fills the ring of rates. It does nothing if `rates` makes them.
+
+    given: (gates, numbers, ring, bars, work). gates: g, beta and o. numbers: the stride of g between batch rows, its
+    strides between tokens and between heads; the same of beta; then the scale."""
+    if MAKES_RATES:
+        make_rates(given, HV, WIDTH, NS, PACKED)
+
+
+@gluon.jit
+def make_rates(given, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr):
+    gates, numbers, sr, bars, work = given
+    g, beta, o = gates
+    g_batch, g_strides, beta_batch, beta_strides, scale = numbers
+    g_token, g_head = g_strides
+    beta_token, beta_head = beta_strides
+    full, done = bars
+    i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
+    if PACKED:
+        clear_padding(o, work[0], work[2] // HV, work[1], i, gl.program_id(0), gl.num_programs(0), HV * WIDTH)
+    t = 0
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces[0], pieces[1], pieces[2]):
+        _, n, hv, start, length, begin, end = find_piece(piece, pieces, work, HV, PACKED)
+        rows = (i * 0).to(gl.int64)
+        if not PACKED:
+            rows += n
+        g_row, beta_row = rows * g_batch + hv * g_head, rows * beta_batch + hv * beta_head
+        x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, begin + i, length)
+        for token in range(begin, end, C):
+            s = t % NS
+            found = find_rates(x, b, i, scale)
+            wait_free(done, t, NS, NS)  # signalled by the state groups, which have left the chunk in this slot
+            for row in gl.static_range(8):
+                rate(sr, s, row).store(found[row])
+            mbarrier.arrive(full.index(s), count=1)
+            t += 1
+            x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token + C + i, length)
+
+
+def makes_rates(p: Problem) -> bool:
+    """Whether the loop makes its rates. It does so without a pool, norms and raw gates, if nothing is saved."""
+    return p.pool is None and not (p.needs_grad or p.l2norm or p.raw_gate or p.raw_beta)
