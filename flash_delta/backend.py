@@ -1,7 +1,7 @@
 """The interface of backends, and the list of backends. See docs/adding-a-backend.md.
 
 A backend is a module with the functions of :class:`Backend`. It may also have a module with the functions of
-:class:`AroundBackend`. Ops check a call first, so a backend may rely on what :class:`~flash_delta.problem.Problem`
+:class:`ElementwiseBackend`. Ops check a call first, so a backend may rely on what :class:`~flash_delta.problem.Problem`
 says. No function waits for the device, and the same call gives the same bits again.
 
 A backend that can run packed sequences only if the host knows their lengths either refuses calls without lengths, or
@@ -21,9 +21,9 @@ from torch import Tensor
 from flash_delta.problem import (
     PACKAGE,
     Around,
-    AroundProblem,
     ConvolutionProblem,
     Convolved,
+    ElementwiseProblem,
     Gated,
     GateProblem,
     Inputs,
@@ -113,21 +113,20 @@ class Backend(Protocol):
         Then ``problem.needs_grad`` is False in a compiled ``forward``, and nothing is saved."""
 
 
-class AroundBackend(Protocol):
+class ElementwiseBackend(Protocol):
     """The short convolution, the RMS norm and the gate around the rule.
 
-    Ops make an autograd Function of these functions, and under torch.compile operators. So there are
-    ``convolve_backward``, ``normalize_backward`` and ``gate_backward``. Only `AROUND_IN_TORCH` lacks the last one. A
-    backend without such kernels may use `AROUND_IN_TORCH`. Only inputs are saved. ``known`` is as in :class:`Backend`.
+    Ops make autograd Functions of these functions, and under torch.compile operators. Only inputs are saved. Only
+    `IN_TORCH`, which a backend without such kernels may use, lacks ``gate_backward``. ``known`` is as in :class:`Backend`.
 
     A backend may also have ``convolve_heads``, ``convolve_heads_backward`` and ``normalize_backward_to``, as in
-    `kernels/triton/around/backend.py`. Then a mixer is one node of autograd; without them its parts run one by one.
+    `kernels/triton/elementwise/backend.py`. Then a mixer is one node of autograd. Otherwise its parts run one by one.
     """
 
-    def unsupported(self, problem: AroundProblem) -> str | None:
+    def unsupported(self, problem: ElementwiseProblem) -> str | None:
         """As :meth:`Backend.unsupported`."""
 
-    def preference(self, problem: AroundProblem) -> Preference:
+    def preference(self, problem: ElementwiseProblem) -> Preference:
         """As :meth:`Backend.preference`."""
 
     def convolve(
@@ -162,7 +161,7 @@ class AroundBackend(Protocol):
 
 class Entry(NamedTuple):
     rule: str  # name of the module that is a Backend
-    around: str | None  # name of the module that is an AroundBackend
+    elementwise: str | None  # name of the module that is an ElementwiseBackend
     takes_cpu: Callable[[], bool]  # whether to import it for tensors on the CPU
 
 
@@ -170,15 +169,17 @@ _entries: dict[str, Entry] = {}
 _importing = RLock()  # threads import one after the other: Triton's modules need each other
 
 
-def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Callable[[], bool] = lambda: False) -> None:
+def register(
+    name: str, rule: str, elementwise: str | None = None, *, takes_cpu: Callable[[], bool] = lambda: False
+) -> None:
     """Adds a backend, which callers can ask for by ``name``. Register it before the first call, because a call like an
     earlier one stays with the backend that was chosen then.
 
     Args:
         name: the name for ``backend=`` and ``FLASH_DELTA_BACKEND``.
         rule: the name of a module that is a :class:`Backend`. It is imported when a call first needs it.
-        around: the name of a module that is an :class:`AroundBackend`, its own or another backend's. Layers ask for
-            their convolutions and norms by the same ``name``. None: such calls are refused.
+        elementwise: the name of a module that is an :class:`ElementwiseBackend`, its own or another backend's. Layers
+            ask for their convolutions and norms by the same ``name``. None: such calls are refused.
         takes_cpu: whether it is worth importing for tensors on the CPU. By default it is not: calls are refused.
 
     Raises:
@@ -186,7 +187,7 @@ def register(name: str, rule: str, around: str | None = None, *, takes_cpu: Call
     """
     if name in _entries:
         raise ValueError(f"name: expected a name that is not taken ({', '.join(_entries)}), got {name!r}")
-    _entries[name] = Entry(rule, around, takes_cpu)
+    _entries[name] = Entry(rule, elementwise, takes_cpu)
 
 
 def unregister(name: str) -> None:
@@ -217,9 +218,9 @@ def plans_on_host(backend: ModuleType) -> bool:
     return getattr(backend, "plans_on_host", False)
 
 
-def load_around(name: str) -> ModuleType | None:
-    """The module that is an :class:`AroundBackend`, or None."""
-    module = find(name).around
+def load_elementwise(name: str) -> ModuleType | None:
+    """The module that is an :class:`ElementwiseBackend`, or None."""
+    module = find(name).elementwise
     return module and _module(module)
 
 
@@ -231,20 +232,20 @@ def _module(name: str) -> ModuleType:
 
 
 # Convolution, norms and gates as PyTorch's own operations, which autograd and compilers can follow.
-AROUND_IN_TORCH = f"{PACKAGE}.reference.modules"
+IN_TORCH = f"{PACKAGE}.reference.elementwise"
 
 
 def is_seen_through(name: str) -> bool:
-    """Whether a backend uses `AROUND_IN_TORCH`. A tracer can follow this function, since it imports nothing."""
-    return find(name).around == AROUND_IN_TORCH
+    """Whether a backend uses `IN_TORCH`. A tracer can follow this function, since it imports nothing."""
+    return find(name).elementwise == IN_TORCH
 
 
 register(
     "triton",
     f"{PACKAGE}.kernels.triton.backend",
-    f"{PACKAGE}.kernels.triton.around.backend",
+    f"{PACKAGE}.kernels.triton.elementwise.backend",
     takes_cpu=lambda: bool(os.environ.get("TRITON_INTERPRET")),
 )
-register("hopper", f"{PACKAGE}.kernels.hopper.backend", f"{PACKAGE}.kernels.triton.around.backend")
+register("hopper", f"{PACKAGE}.kernels.hopper.backend", f"{PACKAGE}.kernels.triton.elementwise.backend")
 TORCH = "torch"  # PyTorch's own operations
-register(TORCH, f"{PACKAGE}.reference.backend", AROUND_IN_TORCH, takes_cpu=lambda: True)
+register(TORCH, f"{PACKAGE}.reference.backend", IN_TORCH, takes_cpu=lambda: True)

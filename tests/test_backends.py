@@ -14,7 +14,7 @@ import torch
 
 import flash_delta
 from flash_delta import backend
-from flash_delta.backend import AroundBackend, Backend
+from flash_delta.backend import Backend, ElementwiseBackend
 from flash_delta.modules import causal_conv1d, rms_norm
 from flash_delta.ops import _known_calls
 from flash_delta.testing import CASES, MEMBERS, make_inputs
@@ -126,11 +126,11 @@ def test_backends_have_what_the_protocol_says(name):
     """Every function, with its parameters in their order; the last of those that run a call is ``known``."""
     if name != "torch":
         pytest.importorskip("triton", reason="Triton is not installed")
-    around = backend.load_around(name)
+    around = backend.load_elementwise(name)
     optional = {"workspace_bytes", "empty_saved"}
     optional |= {"step", "decode"} if name == "hopper" else set()  # which its `unsupported` rules out
     optional |= {"convolve_backward", "normalize_backward", "gate_backward"} if backend.is_seen_through(name) else set()
-    for module, protocol in ((backend.load(name), Backend), (around, AroundBackend)):
+    for module, protocol in ((backend.load(name), Backend), (around, ElementwiseBackend)):
         for function, described in functions(protocol).items():
             if function in optional and not hasattr(module, function):
                 continue
@@ -141,7 +141,7 @@ def test_backends_have_what_the_protocol_says(name):
 
 
 def test_every_function_of_the_protocol_is_described():
-    for protocol in (Backend, AroundBackend):
+    for protocol in (Backend, ElementwiseBackend):
         for name, f in functions(protocol).items():
             assert inspect.getdoc(f), name
             assert "return" in f.__annotations__, name

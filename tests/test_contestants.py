@@ -26,8 +26,8 @@ from flash_delta.testing import (
     Workload,
     assert_accurate,
     judge,
-    judge_around,
-    make_around,
+    judge_elementwise,
+    make_elementwise,
     make_tensors,
     output_gradient,
 )
@@ -129,15 +129,15 @@ def test_a_tree_is_not_a_chain():
 def test_prompts_in_one_call_and_in_several():
     """With convolution and norm, again and again."""
     row = Workload("t", "prefill", "gdn", 2, 4, 4, 70, lengths=(1, 70, 1, 3), l2norm=True, around=True, **TINY)
-    x = make_around(row, "cpu")
+    x = make_elementwise(row, "cpu")
     assert x["q"].data_ptr() == x["mixed"].data_ptr()
     for name in ("flash_delta", "plain"):
         call = load(name).prepare(row, x)
         first, (o, states) = call.run()[0].clone(), call.run()
         assert torch.equal(o, first)
         results = {"o": o, "final_state": states.mT if call.state_v_first else states}
-        assert all(error < 1e-5 for error, _ in judge_around(row, x, results).values()), name
-        assert judge_around(row, x, results | {"o": o * 1.01})["o"][0] > 1e-3
+        assert all(error < 1e-5 for error, _ in judge_elementwise(row, x, results).values()), name
+        assert judge_elementwise(row, x, results | {"o": o * 1.01})["o"][0] > 1e-3
 
 
 STEPS = [
@@ -148,18 +148,18 @@ STEPS = [
 
 def judged_steps(name: str, row: Workload) -> None:
     """A step is right, and so is the next one, which goes on from its states and its windows."""
-    x = make_around(row, "cpu")
+    x = make_elementwise(row, "cpu")
     assert x["q"].data_ptr() == x["mixed"].data_ptr()
     call = load(name).prepare(row, x)
     o, pool = call.run()
     results = {"o": o.clone(), "final_state": pool.mT.clone()}
-    errors = judge_around(row, x, results)
+    errors = judge_elementwise(row, x, results)
     assert all(error < 1e-5 for error, _ in errors.values()), name
-    assert judge_around(row, x, results | {"o": o * 1.01})["o"][0] > 1e-3
+    assert judge_elementwise(row, x, results | {"o": o * 1.01})["o"][0] > 1e-3
     shifted = torch.cat([x["windows"][..., 1:], x["mixed"].mT], 2)
     again = x | {"initial_state": results["final_state"], "windows": shifted}
     o, pool = call.run()
-    errors = judge_around(row, again, {"o": o, "final_state": pool.mT})
+    errors = judge_elementwise(row, again, {"o": o, "final_state": pool.mT})
     assert all(error < 1e-5 for error, _ in errors.values()), f"the second step of {name}"
 
 

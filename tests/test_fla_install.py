@@ -16,8 +16,8 @@ import flash_delta
 from flash_delta.integrations.fla import install, register, uninstall
 from flash_delta.integrations.fla.layers import utils
 from flash_delta.integrations.fla.layers.utils import get_unpad_data, index_first_axis, pad_input, unpad_input
+from flash_delta.ops._elementwise import Convolve
 from flash_delta.ops._function import DeltaRule
-from flash_delta.ops._modules import Convolve
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from triton import knobs
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.modules.convolution import causal_conv1d
 from flash_delta.modules.norm import rms_norm
-from flash_delta.ops import _known_calls, _modules
+from flash_delta.ops import _elementwise as _modules
+from flash_delta.ops import _known_calls
 from flash_delta.problem import ENVIRONMENT, Normalized
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("gcc", "clang", "cc"))), reason="needs a compiler of C")

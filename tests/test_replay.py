@@ -16,7 +16,8 @@ from flash_delta.kernels.runtime.calls import Call, Shape
 from flash_delta.kernels.runtime.fastcall import signature
 from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
 from flash_delta.modules.norm import gated_rms_norm, rms_norm
-from flash_delta.ops import _backend, _known_calls, _modules
+from flash_delta.ops import _backend, _known_calls
+from flash_delta.ops import _elementwise as _modules
 from flash_delta.problem import KnownCall, Normalized, NormProblem, addresses
 
 KIND = ("test",)

@@ -37,7 +37,7 @@ def test_a_backend_is_given_when_it_is_complete(tmp_path, monkeypatch):
     def load(number):
         while number and "slow_to_import" not in sys.modules:  # the first thread imports it
             time.sleep(0.001)
-        return (backend.load, backend.load_around)[number % 2]("slow").forward
+        return (backend.load, backend.load_elementwise)[number % 2]("slow").forward
 
     try:
         assert together(load) == [1] * THREADS
@@ -102,5 +102,5 @@ def test_keys_that_come_at_once_get_different_numbers(monkeypatch):
 
     monkeypatch.setattr(compile_key, "numbers", Slow())
     problem = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), None, 1e-5)
-    flags = [compile_key.module_flags_of(problem._replace(D=D), ("normalize",)) for D in range(THREADS)]
+    flags = [compile_key.elementwise_flags_of(problem._replace(D=D), ("normalize",)) for D in range(THREADS)]
     assert sorted(together(lambda number: compile_key.key_of(flags[number], ()))) == list(range(THREADS))

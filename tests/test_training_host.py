@@ -106,7 +106,7 @@ def rule_step(T, width):
 def step_around(T, kind):
     """The same of what is around the rule."""
     from flash_delta import fused_kda_gate
-    from flash_delta.kernels.triton.around import backend
+    from flash_delta.kernels.triton.elementwise import backend
     from flash_delta.modules import causal_conv1d, rms_norm
 
     x = torch.randn(2, T, 2, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -119,7 +119,7 @@ def step_around(T, kind):
     else:  # PyTorch sums up what kernels have written for the gradients of parameters
         inputs = (x,)
         y = fused_kda_gate(x, torch.randn(2, requires_grad=True), torch.randn(128, requires_grad=True))
-    return inputs, y, (backend, "make_module_call")
+    return inputs, y, (backend, "make_elementwise_call")
 
 
 def addresses_of_passes(place, make_step, kind, contiguous, pointers):

@@ -18,9 +18,9 @@ from flash_delta.testing import (
     Workload,
     first_line,
     judge,
-    judge_around,
+    judge_elementwise,
     judge_layer,
-    make_around,
+    make_elementwise,
     make_layer,
     make_tensors,
     output_gradient,
@@ -105,7 +105,7 @@ class Entry:
             results[f"d{name}"] = d.reshape(self.x[name].shape)
         if self.workload.hidden:
             return seconds, judge_layer(self.workload, self.x, results, output_gradient(self.x))
-        return seconds, (judge_around if self.workload.around else judge)(self.workload, self.x, results)
+        return seconds, (judge_elementwise if self.workload.around else judge)(self.workload, self.x, results)
 
     def _repeats(self) -> int:
         """Calls that fit a round."""
@@ -179,7 +179,7 @@ def drawn(workload: Workload, draw: random.Random) -> Workload:
 
 
 def make(workload: Workload, device: torch.device) -> dict[str, Tensor]:
-    return (make_layer if workload.hidden else make_around if workload.around else make_tensors)(workload, device)
+    return (make_layer if workload.hidden else make_elementwise if workload.around else make_tensors)(workload, device)
 
 
 def leaves(call: Call) -> list[str]:

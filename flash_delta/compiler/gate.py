@@ -11,7 +11,7 @@ from flash_delta.compiler.targets import TARGETS
 MODULES = (
     "flash_delta.compiler.cases.rule",
     "flash_delta.compiler.cases.serving",
-    "flash_delta.compiler.cases.around",
+    "flash_delta.compiler.cases.elementwise",
     "flash_delta.compiler.cases.prompts",
     "flash_delta.compiler.cases.hopper",
 )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_delta.modules._shards import own_shard
-from flash_delta.ops._check.around import check_documents
+from flash_delta.ops._check.elementwise import check_documents
 from flash_delta.ops._check.options import as_bool, as_size, refuse
-from flash_delta.ops._modules import Convolved, convolve, convolve_token
+from flash_delta.ops._elementwise import Convolved, convolve, convolve_token
 
 
 def causal_conv1d(

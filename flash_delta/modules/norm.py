@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flash_delta.modules._shards import shared
 from flash_delta.ops._check.options import as_bool, as_eps, as_size
-from flash_delta.ops._modules import Normalized, normalize
+from flash_delta.ops._elementwise import Normalized, normalize
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 

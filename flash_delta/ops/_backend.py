@@ -11,16 +11,16 @@ from types import ModuleType
 import torch
 
 import flash_delta.backend as backends
-from flash_delta.problem import ENVIRONMENT, AroundProblem, Problem
+from flash_delta.problem import ENVIRONMENT, ElementwiseProblem, Problem
 
-Call = Problem | AroundProblem
+Call = Problem | ElementwiseProblem
 Load = Callable[[str], ModuleType | None]
 Offer = tuple[float, str, ModuleType | str, str | None]
 DISABLED = "FLASH_DELTA_DISABLE"  # the variable that names backends on which no call runs
 CPU = torch.device("cpu")  # comparing with it takes a tenth of the time of `device.type`
 NOWHERE = -math.inf  # the preference of a backend that cannot be asked
 
-load_backend, load_modules = backends.load, backends.load_around
+load_backend, load_elementwise = backends.load, backends.load_elementwise
 
 
 def _offers(problem: Call, load: Load) -> list[Offer]:
@@ -81,7 +81,7 @@ def choose_backend(
     """The backend that is wished for, or an error. Without a wish: the first backend that can run the problem. If that
     is PyTorch on a GPU, a warning says so, unless ``quiet``.
 
-    ``without``: a module that is left out. ``load``: `load_modules`, for problems around the rule.
+    ``without``: a module that is left out. ``load``: `load_elementwise`, for problems around the rule.
     """
     wish, load, refusals = wished(wish), load or load_backend, []
     if wish is not None:

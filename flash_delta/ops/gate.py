@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flash_delta.ops._modules import Gated, gate
+from flash_delta.ops._elementwise import Gated, gate
 from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 
 __all__ = ["fused_gdn_gate", "fused_kda_gate", "naive_gdn_gate", "naive_kda_gate", "naive_kda_lowerbound_gate"]

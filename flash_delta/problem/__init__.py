@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.problem.around import (
-    AroundInputs,
-    AroundProblem,
+from flash_delta.problem.elementwise import (
     ConvolutionProblem,
     Convolved,
     ConvolvedHeads,
+    ElementwiseInputs,
+    ElementwiseProblem,
     Gated,
     GateProblem,
     Mixed,
@@ -45,12 +45,12 @@ __all__ = [
     "SHORT",
     "WIDEST_ROW",
     "Around",
-    "AroundInputs",
-    "AroundProblem",
     "Compiled",
     "ConvolutionProblem",
     "Convolved",
     "ConvolvedHeads",
+    "ElementwiseInputs",
+    "ElementwiseProblem",
     "GateProblem",
     "Gated",
     "Inputs",
@@ -72,7 +72,7 @@ __all__ = [
 class KnownCall:
     """What is known about a call. It is valid for all calls that differ only in the values of their tensors."""
 
-    problem: Problem | AroundProblem
+    problem: Problem | ElementwiseProblem
     backend: ModuleType  # the backend that runs it
     needs_grad: bool
     launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend keeps for the next such call

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from flash_delta.problem import Around, Inputs, Problem
-from flash_delta.reference.modules import slide
+from flash_delta.reference.elementwise import slide
 from flash_delta.reference.step import each_alone
 
 

@@ -10,8 +10,8 @@ from flash_delta.testing.accuracy import (
     truth,
     with_gradients,
 )
-from flash_delta.testing.around import judge_around, make_around
 from flash_delta.testing.cases import CASES, HARD, MEMBERS, WIDTHS, Case, Member
+from flash_delta.testing.elementwise import judge_elementwise, make_elementwise
 from flash_delta.testing.inputs import make_inputs
 from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
 from flash_delta.testing.large import judge, output_gradient, output_like, without_padding
@@ -37,9 +37,9 @@ __all__ = [
     "assert_accurate",
     "first_line",
     "judge",
-    "judge_around",
+    "judge_elementwise",
     "judge_layer",
-    "make_around",
+    "make_elementwise",
     "make_inputs",
     "make_layer",
     "make_tensors",

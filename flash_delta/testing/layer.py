@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from flash_delta import chunk_gated_delta_rule, naive_gdn_gate
 from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
-from flash_delta.reference.modules import convolve, normalize
+from flash_delta.reference.elementwise import convolve, normalize
 from flash_delta.testing import layer_of_fla
 from flash_delta.testing.accuracy import relative_error
 from flash_delta.testing.drawn import TAPS, Drawn

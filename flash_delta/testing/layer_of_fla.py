@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
-from flash_delta.reference.modules import convolve, normalize
+from flash_delta.reference.elementwise import convolve, normalize
 from flash_delta.testing.drawn import TAPS, Drawn
 from flash_delta.testing.workload import Workload
 

@@ -58,7 +58,7 @@ class Workload:
     layers: int = 1  # so many layers, one after the other
     frozen: bool = False  # with kind "training": of a layer only the hidden states get a gradient, as below adapters
     form: Literal["", "called", "compiled", "reduce-overhead", "graphed"] = ""  # how a step of a layer is run
-    around: bool = False  # with kind "prefill" or "decode": also convolution and output norm (testing/around.py)
+    around: bool = False  # with kind "prefill" or "decode": also convolution and output norm (testing/elementwise.py)
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from flash_delta.bench.contestants.call import Call
 from flash_delta.bench.contestants.tensors import pool_of, state_pool
 from flash_delta.modules import causal_conv1d, causal_conv1d_update, gated_rms_norm
 from flash_delta.testing import Workload
-from flash_delta.testing.around import heads_of
+from flash_delta.testing.elementwise import heads_of
 from flash_delta.testing.layer import EPS
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v, first states: o, last states

@@ -15,8 +15,8 @@ from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any, NoReturn
 
+from flash_delta.ops._elementwise import Convolve, Normalize
 from flash_delta.ops._function import DeltaRule
-from flash_delta.ops._modules import Convolve, Normalize
 
 HERE = "flash_delta.integrations.fla"
 ORIGIN = "flash_delta"

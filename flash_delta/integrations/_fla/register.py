@@ -16,9 +16,9 @@ from flash_delta.integrations._fla.door import SWITCH, Door, Taken, stand_in
 from flash_delta.integrations._fla.layers import leave_layers, take_layers
 from flash_delta.integrations._report import Refused, Replaced
 from flash_delta.layers._plain import Project
+from flash_delta.ops._elementwise import Convolve, Gate, Normalize
 from flash_delta.ops._function import DeltaRule
 from flash_delta.ops._mixing.function import Mix
-from flash_delta.ops._modules import Convolve, Gate, Normalize
 
 OLDEST = (0, 5, 2)
 NAME = "flash_delta"  # in fla's registry

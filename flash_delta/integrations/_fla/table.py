@@ -33,7 +33,7 @@ from flash_delta.ops import (
     fused_gdn_gate,
     fused_kda_gate,
 )
-from flash_delta.ops._modules import Convolved, Gated, Normalized, chosen
+from flash_delta.ops._elementwise import Convolved, Gated, Normalized, chosen
 
 
 def _rule(op: Callable[..., Any]) -> Refusal:

@@ -18,7 +18,7 @@ from flash_delta.integrations._context import convolve
 from flash_delta.layers.documents import forget_at_starts
 from flash_delta.modules import causal_conv1d, gated_rms_norm
 from flash_delta.ops._check.options import CHUNK_SIZES
-from flash_delta.ops._modules import Convolved, convolve_column
+from flash_delta.ops._elementwise import Convolved, convolve_column
 from flash_delta.parallel import ContextParallel
 
 Result = tuple[Tensor, Tensor | None]

@@ -10,10 +10,10 @@ from triton import knobs
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.chip import Chip, chip_of
-from flash_delta.kernels.runtime.compile_key import flags_of, key_of, laid_out, module_flags_of
+from flash_delta.kernels.runtime.compile_key import elementwise_flags_of, flags_of, key_of, laid_out
 from flash_delta.kernels.runtime.cuda_driver import Replay, Step
 from flash_delta.kernels.runtime.workspace import Workspace
-from flash_delta.problem import AroundInputs, AroundProblem, Inputs, KnownCall, Problem
+from flash_delta.problem import ElementwiseInputs, ElementwiseProblem, Inputs, KnownCall, Problem
 
 MOST = 64  # launches that a known call keeps: one for each plan of segments and each layout of a gradient
 
@@ -32,8 +32,8 @@ class Shape:
 class Call(NamedTuple):
     """One call of an op, forward or backward, as launchers take it."""
 
-    p: Problem | AroundProblem
-    x: Inputs | AroundInputs
+    p: Problem | ElementwiseProblem
+    x: Inputs | ElementwiseInputs
     more: tuple[Tensor | None, ...]  # other tensors from outside
     shape: Shape
     direct: bool  # launched with addresses, without Triton's launcher
@@ -72,8 +72,8 @@ def keep(known: KnownCall | None, name: tuple, shape: Shape) -> None:
         known.launches[name] = shape
 
 
-def make_module_call(
-    p: AroundProblem, x: AroundInputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None,
+def make_elementwise_call(
+    p: ElementwiseProblem, x: ElementwiseInputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None,
     name: tuple | None = None,
 ) -> Call:  # fmt: skip
     """The same for convolution, norm and gate. Their kernels are compiled for everything in a problem except T and N.
@@ -84,7 +84,7 @@ def make_module_call(
     if shape is None:
         # An axis is added in front: `_layout` ignores strides of fewer axes than three, and those of rows [M, D] count.
         tensors = [None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)]
-        shape = Shape(key_of(module_flags_of(p, kind), tuple(tensors)), chip_of(p.device))
+        shape = Shape(key_of(elementwise_flags_of(p, kind), tuple(tensors)), chip_of(p.device))
         keep(known, name, shape)
     return Call(p, x, more, shape, _direct(p.device))
 

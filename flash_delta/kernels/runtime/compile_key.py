@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flash_delta.problem import (
     Around,
-    AroundProblem,
     Compiled,
     ConvolutionProblem,
+    ElementwiseProblem,
     GateProblem,
     Inputs,
     NormProblem,
@@ -74,7 +74,7 @@ def flags_of(p: Problem, kind: tuple) -> Flags:
     return Flags(kind, *_compiled(p), p.lower_bound is not None, p.most_beta > 1, kind in (DECODE, STEP) and alone(p))
 
 
-def module_flags_of(p: AroundProblem, kind: tuple) -> NamedTuple:
+def elementwise_flags_of(p: ElementwiseProblem, kind: tuple) -> NamedTuple:
     flags = _module_flags[type(p)]
     return flags(kind, *[getattr(p, name) for name in flags._fields[1:]])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flash_delta.backend import is_seen_through
 from flash_delta.ops._backend import wished
+from flash_delta.ops._elementwise import convolve, normalize
 from flash_delta.ops._function import plan_lengths
 from flash_delta.ops._function import run as run_rule
 from flash_delta.ops._known_calls import look_at, recall
@@ -31,7 +32,6 @@ from flash_delta.ops._mixing.parts import (
     split,
     taps_of,
 )
-from flash_delta.ops._modules import convolve, normalize
 from flash_delta.ops._operators.mix import mix_operator
 from flash_delta.ops._transforms import differentiable_once, is_traced, is_transformed
 from flash_delta.problem import MOST_TAPS, WIDEST_ROW, Convolved, Inputs, Mixed, Normalized, Problem, needs_gradient

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.ops._backend import choose_backend, load_backend, load_modules
-from flash_delta.ops._check.around import check_convolution, check_norm, describe_convolution, describe_norm
+from flash_delta.ops._backend import choose_backend, load_backend, load_elementwise
+from flash_delta.ops._check.elementwise import check_convolution, check_norm, describe_convolution, describe_norm
 from flash_delta.ops._check.options import Options, cast
 from flash_delta.ops._check.rule import describe
 from flash_delta.ops._execute import backward, forward
@@ -65,7 +65,7 @@ def find_parts(x: Mixed, options: MixOptions, backend: str | None, needs_grad: b
         of_taps = describe_convolution(convolved, OP, "silu", False)
     HK = of_rule.H * of_rule.K
     of_taps = of_taps._replace(D=2 * HK + of_taps.D, DQ=HK)
-    modules = [load_modules(choose_backend(p, backend, load_modules)) for p in (of_taps, of_norm)]
+    modules = [load_elementwise(choose_backend(p, backend, load_elementwise)) for p in (of_taps, of_norm)]
     same = len({(weight.dtype, weight.shape[1]) for weight in taps}) == 1
     if not same or not all(hasattr(module, "convolve_heads") for module in modules):
         return KnownMix(None, needs_grad)

@@ -1,6 +1,6 @@
 """Convolution and norm around the rule for prompts on a pool: one launch before the rule, and one after it.
 
-`convolve_prompts` applies a short convolution and its SiLU (around/convolution.py) to q, k and v of all tokens. It
+`convolve_prompts` applies a short convolution and its SiLU (elementwise/convolution.py) to q, k and v of all tokens. It
 writes the results, in their dtype, to memory of the call. A program walks through BT tokens of BD channels of q, of k
 or of v. Inputs before a sequence's first token are those of its window, in the slot that the sequence reads.
 
@@ -29,7 +29,7 @@ from flash_delta.kernels.device.chunk import bounds, find_slot, follow
 from flash_delta.kernels.runtime.arguments import checkpoint_table, count_checkpoints, launch_rule, table, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.triton.around.convolution import (
+from flash_delta.kernels.triton.elementwise.convolution import (
     Cut,
     choose_cut,
     count_pieces,
@@ -39,7 +39,7 @@ from flash_delta.kernels.triton.around.convolution import (
     load_taps,
     strides,
 )
-from flash_delta.kernels.triton.around.norm import ROWS, activate, reciprocal_rms, row_tile
+from flash_delta.kernels.triton.elementwise.norm import ROWS, activate, reciprocal_rms, row_tile
 from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
 from flash_delta.kernels.triton.serving.decode import load_slot, opened
 from flash_delta.problem import Inputs, Problem

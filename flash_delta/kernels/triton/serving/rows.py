@@ -21,7 +21,7 @@ from flash_delta.kernels.runtime.arguments import launch_rule
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import alone
-from flash_delta.kernels.triton.around.norm import row_tile
+from flash_delta.kernels.triton.elementwise.norm import row_tile
 from flash_delta.kernels.triton.serving.decode import (
     INDICES,
     as_slot,

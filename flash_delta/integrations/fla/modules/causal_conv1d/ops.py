@@ -9,7 +9,7 @@ from flash_delta.integrations.fla.ops.cp.context import FLACPContext
 from flash_delta.layers.packing import refuse_floats
 from flash_delta.ops._check.options import as_size, refuse
 from flash_delta.ops._check.rule import check_shape, refuse_unless_none
-from flash_delta.ops._modules import Convolved, convolve_backward
+from flash_delta.ops._elementwise import Convolved, convolve_backward
 from flash_delta.parallel import ContextParallel
 
 __all__ = [

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_delta.modules import rms_norm
-from flash_delta.ops._modules import Normalized, normalize_backward
+from flash_delta.ops._elementwise import Normalized, normalize_backward
 
 __all__ = ["L2Norm", "l2_norm", "l2norm", "l2norm_bwd", "l2norm_fwd"]
 

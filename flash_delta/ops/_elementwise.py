@@ -1,8 +1,8 @@
 """Short convolution, RMS norm and gate around the rule, on the first backend that can run them.
 
 On the backend "torch" they are PyTorch's own operations, which autograd and compilers can follow. With kernels, each is
-an autograd Function, or under torch.compile an operator (`_operators/around.py`), like the rule. Only inputs are saved
-for the backward pass. A second derivative of kernels is refused.
+an autograd Function, or under torch.compile an operator (`_operators/elementwise.py`), like the rule. Only inputs are
+saved for the backward pass. A second derivative of kernels is refused.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.ops._backend import choose_backend, load_modules, wished
-from flash_delta.ops._check.around import (
+from flash_delta.ops._backend import choose_backend, load_elementwise, wished
+from flash_delta.ops._check.elementwise import (
     check_bounds,
     check_convolution,
     check_gate,
@@ -23,14 +23,14 @@ from flash_delta.ops._check.around import (
     describe_token,
 )
 from flash_delta.ops._known_calls import look_at, recall
-from flash_delta.ops._operators import around as operators
+from flash_delta.ops._operators import elementwise as operators
 from flash_delta.ops._operators.define import take
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced, refuse_transforms
 from flash_delta.problem import (
-    AroundInputs,
-    AroundProblem,
     ConvolutionProblem,
     Convolved,
+    ElementwiseInputs,
+    ElementwiseProblem,
     Gated,
     GateProblem,
     KnownCall,
@@ -38,7 +38,7 @@ from flash_delta.problem import (
     NormProblem,
     needs_gradient,
 )
-from flash_delta.reference import modules as in_torch
+from flash_delta.reference import elementwise as in_torch
 
 
 def convolve(
@@ -141,27 +141,27 @@ def gate(
     return known.backend.gate(known.problem, x, known)
 
 
-def chosen(kind: str, x: AroundInputs, *options: Any) -> str:
+def chosen(kind: str, x: ElementwiseInputs, *options: Any) -> str:
     """The backend that would run a "convolution", a "token" of one, a "norm" or a "gate"; ValueError if none would.
     ``options``: the op's name and the arguments after it in `describe_convolution` and the other `describe_*`."""
     whole = {"convolution": _describe_convolution, "norm": _describe_norm, "gate": _describe_gate}
-    return choose_backend((whole | {"token": _describe_token})[kind](x, *options), None, load_modules, quiet=True)
+    return choose_backend((whole | {"token": _describe_token})[kind](x, *options), None, load_elementwise, quiet=True)
 
 
-def _look_at(given: tuple[Any, ...], x: AroundInputs) -> KnownCall:
+def _look_at(given: tuple[Any, ...], x: ElementwiseInputs) -> KnownCall:
     """The known call. ``given``: the backend that is asked for, a function that describes the call, its arguments."""
     return _look(given, None, x) if has_tangents() else look_at(_look, torch.is_grad_enabled(), given, None, x)
 
 
-def _look(given: tuple[Any, ...], _: None, x: AroundInputs) -> KnownCall:
+def _look(given: tuple[Any, ...], _: None, x: ElementwiseInputs) -> KnownCall:
     p = _describe(given, x)
-    module = load_modules(choose_backend(p, given[0], load_modules))
+    module = load_elementwise(choose_backend(p, given[0], load_elementwise))
     if module is not in_torch:
         refuse_transforms(p.op, x._fields, x)
     return KnownCall(p, module, needs_gradient(x))
 
 
-def _describe(given: tuple[Any, ...], x: AroundInputs) -> AroundProblem:
+def _describe(given: tuple[Any, ...], x: ElementwiseInputs) -> ElementwiseProblem:
     _, describe, *options = given
     return describe(x, *options)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flash_delta.compiler import Launch
-from flash_delta.kernels.triton.around.backend import (
+from flash_delta.kernels.triton.elementwise.backend import (
     convolve,
     convolve_backward,
     convolve_heads,

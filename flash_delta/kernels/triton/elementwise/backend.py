@@ -11,10 +11,10 @@ import triton
 from torch import Tensor
 
 from flash_delta.kernels.runtime import fastcall
-from flash_delta.kernels.runtime.calls import Call, make_module_call, on
+from flash_delta.kernels.runtime.calls import Call, make_elementwise_call, on
 from flash_delta.kernels.runtime.chip import CPU
 from flash_delta.kernels.runtime.launch import again, remember, run
-from flash_delta.kernels.triton.around.convolution import (
+from flash_delta.kernels.triton.elementwise.convolution import (
     count_parts,
     pitched,
     run_convolve,
@@ -23,8 +23,8 @@ from flash_delta.kernels.triton.around.convolution import (
     run_convolve_heads_backward,
     run_convolve_token,
 )
-from flash_delta.kernels.triton.around.gate import count_gate_parts, run_decay, run_decay_backward
-from flash_delta.kernels.triton.around.norm import (
+from flash_delta.kernels.triton.elementwise.gate import count_gate_parts, run_decay, run_decay_backward
+from flash_delta.kernels.triton.elementwise.norm import (
     count_row_parts,
     heads_of,
     run_normalize,
@@ -35,11 +35,11 @@ from flash_delta.problem import (
     MOST_GATES,
     MOST_TAPS,
     WIDEST_ROW,
-    AroundInputs,
-    AroundProblem,
     ConvolutionProblem,
     Convolved,
     ConvolvedHeads,
+    ElementwiseInputs,
+    ElementwiseProblem,
     Gated,
     GateProblem,
     KnownCall,
@@ -52,7 +52,7 @@ CONVOLVE_HEADS, CONVOLVE_HEADS_BACK = ("convolve_heads",), ("convolve_heads_back
 CONVOLVE_BACK, NORMALIZE_BACK = ("convolve_backward",), ("normalize_backward",)
 
 
-def unsupported(problem: AroundProblem) -> str | None:
+def unsupported(problem: ElementwiseProblem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and triton.knobs.runtime.interpret):
         return f"it needs a GPU, the tensors are on {problem.device}"
@@ -67,7 +67,7 @@ def unsupported(problem: AroundProblem) -> str | None:
     return None
 
 
-def preference(problem: AroundProblem) -> tuple[int, str | None]:
+def preference(problem: ElementwiseProblem) -> tuple[int, str | None]:
     """The same as that of the rule's backend."""
     return (1, None) if problem.device != CPU else (-2, None)
 
@@ -83,7 +83,7 @@ def convolve(p: ConvolutionProblem, x: Convolved, known: KnownCall | None = None
             final.copy_(x.initial_state) if x.initial_state is not None else final.zero_()
         return y, final
     with on(p.device):
-        call = make_module_call(p, _aligned(x), (*CONVOLVE, p.output_final_state), known=known)
+        call = make_elementwise_call(p, _aligned(x), (*CONVOLVE, p.output_final_state), known=known)
         run(call, lambda c: run_convolve(c, y, final), y, final)
         remember(call, x)
     return y, final
@@ -104,7 +104,7 @@ def convolve_backward(
             d.initial_state.copy_(dfinal)
         return d
     with on(p.device):
-        call = make_module_call(p, x, CONVOLVE_BACK, dy, dfinal, known=known, name=name)
+        call = make_elementwise_call(p, x, CONVOLVE_BACK, dy, dfinal, known=known, name=name)
         rows = p.W + (x.bias is not None)
         parts = torch.empty(count_parts(call), rows, p.D, dtype=torch.float32, device=p.device)
 
@@ -125,7 +125,7 @@ def convolve_heads(p: ConvolutionProblem, x: ConvolvedHeads, known: KnownCall | 
     with on(p.device):
         x_taken = _with_unit_channels(x)
         kind = (*CONVOLVE_HEADS, pitched(x_taken[:3]))
-        call = make_module_call(p, x_taken, kind, known=known, name=CONVOLVE_HEADS)
+        call = make_elementwise_call(p, x_taken, kind, known=known, name=CONVOLVE_HEADS)
         run(call, lambda c: run_convolve_heads(c, y), *y)
         remember(call, x)
     return y
@@ -147,7 +147,7 @@ def convolve_heads_backward(
     with on(p.device):
         x_taken = _with_unit_channels(x)
         kind = (*CONVOLVE_HEADS_BACK, weights, pitched(x_taken[:3]), pitched(to))
-        call = make_module_call(p, x_taken, kind, *d, *to, known=known, name=name)
+        call = make_elementwise_call(p, x_taken, kind, *d, *to, known=known, name=name)
         rows = count_parts(call), p.W, p.D
         parts = torch.empty(rows, dtype=torch.float32, device=p.device) if weights else None
 
@@ -168,7 +168,7 @@ def convolve_token(p: ConvolutionProblem, x: Convolved, known: KnownCall | None 
         return y
     token = x if x.x.dim() == 2 else x._replace(x=x.x[..., 0])
     with on(p.device):
-        call = make_module_call(p, _with_flat_parameters(token), TOKEN, known=known)
+        call = make_elementwise_call(p, _with_flat_parameters(token), TOKEN, known=known)
         run(call, lambda c: run_convolve_token(c, y), y)
         remember(call, x)
     return y
@@ -180,7 +180,7 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
         return y
     with on(p.device):
         rows = _rows(x)
-        call = make_module_call(p, rows, (*NORMALIZE, heads_of(rows.gate, p.D)), known=known, name=NORMALIZE)
+        call = make_elementwise_call(p, rows, (*NORMALIZE, heads_of(rows.gate, p.D)), known=known, name=NORMALIZE)
         run(call, lambda c: run_normalize(c, y), y)
         remember(call, x)
     return y
@@ -211,7 +211,7 @@ def normalize_backward_to(
         rows = rows._replace(gate=_unit(x.gate).reshape(to.shape))
     with on(p.device):
         more = _unit(dy.reshape(-1, p.D)), to
-        call = make_module_call(p, rows, (*kind, heads_of(rows.gate, p.D)), *more, known=known, name=name)
+        call = make_elementwise_call(p, rows, (*kind, heads_of(rows.gate, p.D)), *more, known=known, name=name)
         count = count_row_parts(call), 1, p.D
         parts = torch.empty(count, dtype=torch.float32, device=p.device) if weights else None
 
@@ -230,7 +230,7 @@ def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
     if again(known, kind, x, made=(y,)) or not y.numel():
         return y
     with on(p.device):
-        call = make_module_call(p, _heads(p, x), kind, known=known)
+        call = make_elementwise_call(p, _heads(p, x), kind, known=known)
         run(call, lambda c: run_decay(c, y), y)
         remember(call, x)
     return y
@@ -248,7 +248,7 @@ def gate_backward(p: GateProblem, x: Gated, dy: Tensor, known: KnownCall | None 
         return d
     (dg,) = _new_like((x.g,), p.device)
     with on(p.device):
-        call = make_module_call(p, _heads(p, x), kind, dy.reshape(-1, p.HV, p.K), known=known, name=name)
+        call = make_elementwise_call(p, _heads(p, x), kind, dy.reshape(-1, p.HV, p.K), known=known, name=name)
         parts = torch.empty(count_gate_parts(call), 2, p.HV, p.K, dtype=torch.float32, device=p.device)
         run(call, lambda c: run_decay_backward(c, dg, parts), dg, parts)
     remember(call, given)
@@ -262,7 +262,7 @@ def _sum_parts(x: Gated, dg: Tensor, parts: Tensor) -> Gated:
     return Gated(dg, *(None if t is None else sums.view(t.shape).to(t.dtype) for t, sums in found))
 
 
-def _name_back(kind: tuple, x: AroundInputs, *gradients: Tensor | None) -> tuple:
+def _name_back(kind: tuple, x: ElementwiseInputs, *gradients: Tensor | None) -> tuple:
     """The name under which a backward pass is known: the layouts of its tensors. Even inputs may have other layouts
     than in the forward pass, since hooks may have moved them (`torch.autograd.graph.saved_tensors_hooks`)."""
     return *kind, fastcall.key(False, x, gradients)
@@ -279,7 +279,7 @@ def _heads(p: GateProblem, x: Gated) -> Gated:
     return Gated(x.g.reshape(-1, p.HV, p.K), *parameters)
 
 
-def _zero(d: AroundInputs) -> None:
+def _zero(d: ElementwiseInputs) -> None:
     for t in d:
         if t is not None:
             t.zero_()

@@ -107,5 +107,5 @@ class Mixed(NamedTuple):
     cu_seqlens: Tensor | None = None  # [N + 1]
 
 
-AroundProblem = ConvolutionProblem | NormProblem | GateProblem
-AroundInputs = Convolved | ConvolvedHeads | Normalized | Gated
+ElementwiseProblem = ConvolutionProblem | NormProblem | GateProblem
+ElementwiseInputs = Convolved | ConvolvedHeads | Normalized | Gated

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
-from flash_delta.reference.modules import convolve, normalize
+from flash_delta.reference.elementwise import convolve, normalize
 from flash_delta.testing.accuracy import relative_error
 from flash_delta.testing.drawn import TAPS
 from flash_delta.testing.layer import EPS
@@ -17,7 +17,7 @@ from flash_delta.testing.workload import Workload, make_tensors, options
 OF_RULE = ("g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
 
 
-def make_around(w: Workload, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+def make_elementwise(w: Workload, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
     """Makes the tensors. q, k and v are slices of the projection ``mixed [B, T, D]``; ``windows [N, D, TAPS]``."""
     gen, dtype = torch.Generator(device).manual_seed(seed + 1), getattr(torch, w.dtype)
 
@@ -52,7 +52,7 @@ def run_around(w: Workload, x: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"o": normalize(norm, Normalized(o, x["norm_weight"], x["norm_gate"])), "final_state": final_state}
 
 
-def judge_around(w: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+def judge_elementwise(w: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
     """For every result its error against float64, and that of PyTorch in the workload's own dtype."""
     truth = run_around(w, {name: t.double() if t.is_floating_point() else t for name, t in x.items()})
     reference = run_around(w, x)

@@ -14,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_delta import fused_gdn_gate, fused_kda_gate
 from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
-from flash_delta.ops._modules import convolve_column
-from flash_delta.ops._operators import around as operators
+from flash_delta.ops._elementwise import convolve_column
+from flash_delta.ops._operators import elementwise as operators
 from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, Convolved, Gated, GateProblem, Normalized, NormProblem
 from flash_delta.testing import assert_accurate
 
 pytest.importorskip("triton")
 
 from flash_delta.kernels.runtime.chip import Chip
-from flash_delta.kernels.triton.around import backend as kernels
-from flash_delta.kernels.triton.around import convolution as around
+from flash_delta.kernels.triton.elementwise import backend as kernels
+from flash_delta.kernels.triton.elementwise import convolution as around
 from flash_delta.ops import _known_calls
 
 GPU = torch.cuda.is_available()
@@ -247,7 +247,7 @@ def test_gates_without_parameters_or_tokens():
 
 def test_sums_of_parameters_gradients_are_the_same_for_every_slice_of_programs():
     """More rows than programs hold at a time."""
-    from flash_delta.kernels.triton.around import gate
+    from flash_delta.kernels.triton.elementwise import gate
 
     rows = 2 * 1024 + 5
     with pytest.MonkeyPatch.context() as m:

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flash_delta.problem import (
-    AroundProblem,
     ConvolutionProblem,
     Convolved,
+    ElementwiseProblem,
     Gated,
     GateProblem,
     KnownCall,
@@ -20,11 +20,11 @@ from flash_delta.problem import (
 from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 
 
-def unsupported(problem: AroundProblem) -> str | None:
+def unsupported(problem: ElementwiseProblem) -> str | None:
     return None
 
 
-def preference(problem: AroundProblem) -> tuple[int, str | None]:
+def preference(problem: ElementwiseProblem) -> tuple[int, str | None]:
     """First on a CPU, last elsewhere."""
     return -1, None
 

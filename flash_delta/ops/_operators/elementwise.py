@@ -1,4 +1,4 @@
-"""Operators for the kernels of `_modules.py`, which torch.compile and torch.export see.
+"""Operators for the kernels of `_elementwise.py`, which torch.compile and torch.export see.
 
 An operator takes a call's tensors, and those fields of its problem that do not follow from tensors.
 """
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flash_delta.backend import TORCH, is_seen_through
-from flash_delta.ops._backend import choose_backend, load_modules, refuse_disabled, wished
-from flash_delta.ops._check.around import describe_convolution, describe_gate, describe_norm, describe_token
+from flash_delta.ops._backend import choose_backend, load_elementwise, refuse_disabled, wished
+from flash_delta.ops._check.elementwise import describe_convolution, describe_gate, describe_norm, describe_token
 from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._operators.define import Behind, define
 from flash_delta.ops._transforms import refuse_transforms
@@ -19,10 +19,10 @@ from flash_delta.problem import (
     MOST_GATES,
     MOST_TAPS,
     WIDEST_ROW,
-    AroundInputs,
-    AroundProblem,
     ConvolutionProblem,
     Convolved,
+    ElementwiseInputs,
+    ElementwiseProblem,
     Gated,
     GateProblem,
     KnownCall,
@@ -31,14 +31,14 @@ from flash_delta.problem import (
     Schema,
     marked,
 )
-from flash_delta.reference import modules as in_torch
+from flash_delta.reference import elementwise as in_torch
 
 ConvolutionFields = NamedTuple("ConvolutionFields", list(marked(ConvolutionProblem, Schema).items()))
 NormFields = NamedTuple("NormFields", list(marked(NormProblem, Schema).items()))
 GateFields = NamedTuple("GateFields", list(marked(GateProblem, Schema).items()))
 
 
-def takes(p: AroundProblem, x: AroundInputs, backend: str | None) -> bool:
+def takes(p: ElementwiseProblem, x: ElementwiseInputs, backend: str | None) -> bool:
     """Whether the call becomes an operator under torch.compile. PyTorch's own operations do not, so that the compiler
     sees them. Sizes decide here in the same way as in the backend, because a tracer cannot ask the backend."""
     wish = wished(backend)
@@ -50,21 +50,21 @@ def takes(p: AroundProblem, x: AroundInputs, backend: str | None) -> bool:
     return False
 
 
-def _fits(p: AroundProblem) -> bool:
+def _fits(p: ElementwiseProblem) -> bool:
     if isinstance(p, NormProblem):
         return p.D <= WIDEST_ROW
     return p.W <= MOST_TAPS if isinstance(p, ConvolutionProblem) else p.HV * p.K <= MOST_GATES
 
 
-def _look_at(describe: Callable[..., Any], x: AroundInputs, fields: tuple, wish: str | None) -> KnownCall:
+def _look_at(describe: Callable[..., Any], x: ElementwiseInputs, fields: tuple, wish: str | None) -> KnownCall:
     """One known call for forward and backward."""
     return look_at(_look, False, (wish, describe, fields), None, x)
 
 
-def _look(given: tuple[Any, ...], _: None, x: AroundInputs) -> KnownCall:
+def _look(given: tuple[Any, ...], _: None, x: ElementwiseInputs) -> KnownCall:
     wish, describe, fields = given
     p = describe(x, *fields)
-    return KnownCall(p, load_modules(choose_backend(p, wish, load_modules, without=in_torch)), needs_grad=False)
+    return KnownCall(p, load_elementwise(choose_backend(p, wish, load_elementwise, without=in_torch)), needs_grad=False)
 
 
 def _convolve(x: Convolved, fields: ConvolutionFields, backend: str | None) -> list[Tensor]:
