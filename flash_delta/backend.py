@@ -114,10 +114,10 @@ class Backend(Protocol):
 
 
 class ElementwiseBackend(Protocol):
-    """The short convolution, the RMS norm and the gate around the rule.
+    """Short convolution, RMS norm and gate, the elementwise operations around the rule.
 
-    Ops make autograd Functions of these functions, and under torch.compile operators. Only inputs are saved. Only
-    `IN_TORCH`, which a backend without such kernels may use, lacks ``gate_backward``. ``known`` is as in :class:`Backend`.
+    Ops make autograd Functions of these functions, and under torch.compile operators. Only inputs are saved. `IN_TORCH`
+    alone lacks ``gate_backward``; a backend without such kernels may use it. ``known`` is as in :class:`Backend`.
 
     A backend may also have ``convolve_heads``, ``convolve_heads_backward`` and ``normalize_backward_to``, as in
     `kernels/triton/elementwise/backend.py`. Then a mixer is one node of autograd. Otherwise its parts run one by one.
@@ -231,7 +231,7 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-# Convolution, norms and gates as PyTorch's own operations, which autograd and compilers can follow.
+# PyTorch's own operations, which autograd and compilers can follow.
 IN_TORCH = f"{PACKAGE}.reference.elementwise"
 
 
@@ -240,12 +240,10 @@ def is_seen_through(name: str) -> bool:
     return find(name).elementwise == IN_TORCH
 
 
+_kernels, _elementwise = f"{PACKAGE}.kernels", f"{PACKAGE}.kernels.triton.elementwise.backend"
 register(
-    "triton",
-    f"{PACKAGE}.kernels.triton.backend",
-    f"{PACKAGE}.kernels.triton.elementwise.backend",
-    takes_cpu=lambda: bool(os.environ.get("TRITON_INTERPRET")),
+    "triton", f"{_kernels}.triton.backend", _elementwise, takes_cpu=lambda: bool(os.environ.get("TRITON_INTERPRET"))
 )
-register("hopper", f"{PACKAGE}.kernels.hopper.backend", f"{PACKAGE}.kernels.triton.elementwise.backend")
+register("hopper", f"{_kernels}.hopper.backend", _elementwise)
 TORCH = "torch"  # PyTorch's own operations
 register(TORCH, f"{PACKAGE}.reference.backend", IN_TORCH, takes_cpu=lambda: True)

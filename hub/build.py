@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIBRARY = HERE.parent / "flash_delta"
 ROOMS = ("problem", "ops", "kernels", "reference", "modules", "layers", "parallel")  # copied whole
-INTEGRATIONS = ("__init__", "_context", "_transformers/__init__", "_transformers/functions")
+INTEGRATIONS = ("__init__", "_context", "transformers/functions")
 FILES = ("__init__.py", "backend.py", *(f"integrations/{name}.py" for name in INTEGRATIONS))
 METADATA = {
     "name": "flash-delta",
@@ -53,7 +53,7 @@ def collect() -> dict[str, str]:
     paths = [LIBRARY / name for name in FILES]
     paths += [path for room in ROOMS for ending in ("*.py", "*.c") for path in (LIBRARY / room).rglob(ending)]
     found = {path.relative_to(LIBRARY.parent): path.read_text() for path in paths}
-    found |= {path.relative_to(HERE / "package"): path.read_text() for path in (HERE / "package").glob("*.py")}
+    found |= {path.relative_to(HERE / "package"): path.read_text() for path in (HERE / "package").rglob("*.py")}
     modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in found}
     return {
         path.as_posix(): relative(found[path], path, modules) if path.suffix == ".py" else found[path]

@@ -9,8 +9,7 @@ from test_integrations_transformers import DENSE, GPU, float64, tokens, with_gra
 from tiny_transformers import FAMILIES, build, modelling
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from flash_delta.integrations._transformers import layers
-from flash_delta.integrations.transformers import enable
+from flash_delta.integrations.transformers import enable, layers
 from flash_delta.models.heads import CACHE
 from flash_delta.testing import assert_accurate, relative_error
 

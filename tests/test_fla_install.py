@@ -196,7 +196,7 @@ def test_a_cache_of_layers():
 MODELS = """
 import inspect, sys
 import torch
-from flash_delta.integrations._transformers.functions import RULES
+from flash_delta.integrations.transformers.functions import RULES
 from flash_delta.integrations.fla import install
 
 install()

@@ -58,7 +58,7 @@ THIRD_PARTY = {
 }
 
 # One file for each, which imports it where it is called.
-ENGINES = {"integrations/vllm.py": "vllm", "integrations/sglang.py": "sglang"}
+ENGINES = {"integrations/vllm/plugin.py": "vllm", "integrations/sglang/plugin.py": "sglang"}
 
 FILE_LINES, FUNCTION_LINES, FILES_OF_A_FOLDER = 250, 50, 16
 KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, which cannot call its pieces by name

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flash_delta
-from flash_delta.integrations._transformers import functions
+from flash_delta.integrations.transformers import functions
 from flash_delta.modules import GatedRMSNorm
 
 ROOT = Path(__file__).parent.parent

@@ -16,9 +16,8 @@ pytest.importorskip("transformers")
 from tiny_transformers import COMMON, FAMILIES, build, modelling
 from transformers import DynamicCache
 
-from flash_delta.integrations import transformers as integration
-from flash_delta.integrations._transformers import functions, layers
-from flash_delta.integrations.transformers import disable, enable
+from flash_delta.integrations.transformers import disable, enable, functions, layers
+from flash_delta.integrations.transformers import enabling as integration
 from flash_delta.models.heads import CACHE
 from flash_delta.reference import backend
 from flash_delta.testing import allowed, assert_accurate, relative_error

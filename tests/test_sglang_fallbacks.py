@@ -24,7 +24,7 @@ from test_sglang_plugin import (
     tokens,
 )
 
-from flash_delta.integrations import sglang as plugin
+from flash_delta.integrations.sglang import plugin
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_delta.integrations import _sglang_tracked
-from flash_delta.integrations import sglang as plugin
+from flash_delta.integrations.sglang import plugin, tracked
 from flash_delta.reference.activation import NORM_EPS
 
 H, HV, K, V, SLOTS = 2, 4, 16, 16, 9
@@ -106,8 +105,8 @@ def fresh():
     made = {
         "sglang.srt.runtime_context": {"get_exec": lambda: options},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
-        f"{_sglang_tracked.ATTENTION}.hybrid_linear_attn_backend": {"MambaAttnBackendBase": base},
-        f"{plugin.BACKENDS}.kda_prefill_graph": {"kda_track_ssm_state": kda_track_ssm_state} | _sglang_tracked.MODES,
+        f"{tracked.ATTENTION}.hybrid_linear_attn_backend": {"MambaAttnBackendBase": base},
+        f"{plugin.BACKENDS}.kda_prefill_graph": {"kda_track_ssm_state": kda_track_ssm_state} | tracked.MODES,
     }  # fmt: skip
     for name, kernel in (("GDN", TritonGDNKernel), ("KDA", TritonKDAKernel)):
         made[f"{plugin.BACKENDS}.{name.lower()}_backend"] = {

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from serving_truth import DEVICES, needs_triton
 
 import flash_delta
-from flash_delta.integrations import _vllm_calls, _vllm_warmup
-from flash_delta.integrations import vllm as plugin
+from flash_delta.integrations.vllm import calls, plugin, warmup
 from flash_delta.ops.serving import Convolution, OutputNorm
 from flash_delta.problem import ENVIRONMENT
 
@@ -113,7 +112,7 @@ def batch(monkeypatch):
         module.__dict__.update(values, __spec__=ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(plugin, "_active", [])
-    monkeypatch.setattr(_vllm_warmup, "_warm", set())
+    monkeypatch.setattr(warmup, "_warm", set())
     monkeypatch.setattr(plugin, "_version", lambda package: "0.32.0" if package == "vllm" else None)
     monkeypatch.setenv(plugin.VARIABLE, "1")
     plugin.register()
@@ -259,7 +258,7 @@ def test_drafts(batch, monkeypatch, where, known, odd):
             **given,
         )[0]  # fmt: skip
     called = []
-    monkeypatch.setattr(_vllm_calls, "refusal", lambda *_: None)  # it would not know the ops below
+    monkeypatch.setattr(calls, "refusal", lambda *_: None)  # it would not know the ops below
     for name in ("decode_gated_delta_rule", "prefill_gated_delta_rule"):
         op = getattr(flash_delta, name)
         monkeypatch.setattr(flash_delta, name, wraps(op)(lambda op=op, **x: called.append(x) or op(**x)))
@@ -333,7 +332,7 @@ def test_bailing(batch, problems, safe, prompts):
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 def test_while_vllm_profiles_every_form_of_calls_runs_once(batch, monkeypatch, drafts):
     """On caches of its own, whose pages are vLLM's, and all rows are padding."""
-    called, run = [], _vllm_warmup.run
+    called, run = [], warmup.run
 
     def counted(module, layer, x, m):
         inputs, states = layer.options["convolution"].pool.mT, layer.options["state_pool"]
@@ -343,7 +342,7 @@ def test_while_vllm_profiles_every_form_of_calls_runs_once(batch, monkeypatch, d
         called.append((m.num_prefills, m.num_actual_tokens))
         return run(module, layer, x, m)
 
-    monkeypatch.setattr(_vllm_warmup, "run", counted)
+    monkeypatch.setattr(warmup, "run", counted)
     layer, out = qwen(drafts=drafts), torch.zeros(40, HV, V)
     layer.cache_config.mamba_page_size_padded = 4 * 4096
     before = [pool.clone() for pool in layer.kv_cache]
@@ -428,7 +427,7 @@ def test_a_packed_call_while_vllm_profiles_does_not_reach_vllms_own_code(batch):
     """vLLM's would tune its kernels. The same method serves later calls."""
     layer, x, ba = qwen(), torch.randn(40, D + HV * V), torch.randn(40, 2 * HV)
     layer._forward_core_fused_norm_packed(x, ba, torch.zeros(40, HV, V))
-    assert len(_vllm_warmup._warm) == 1
+    assert len(warmup._warm) == 1
     x, ba, out = x[:3], ba[:3], torch.zeros(3, HV, V)
     given, rows = options(layer), index(4, 2, 1)
     batch(num_decodes=3, num_actual_tokens=3, non_spec_state_indices_tensor=rows)
@@ -445,7 +444,7 @@ def test_a_layer_whose_kernels_fail_while_vllm_profiles_runs_on_vllms_own_code(b
     def fail(*_):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(_vllm_warmup, "run", fail)
+    monkeypatch.setattr(warmup, "run", fail)
     layer, out = qwen(), torch.zeros(40, HV, V)
     with caplog.at_level(logging.WARNING, "vllm.flash_delta"):
         layer._forward_core(torch.randn(40, D), torch.randn(40, HV), torch.randn(40, HV), out)
@@ -514,7 +513,7 @@ def test_on_in_tested_versions_or_if_it_is_asked_for(batch, monkeypatch, caplog,
 
 
 def test_a_warning_before_vllm_has_set_up_its_log_is_a_line_of_stderr(monkeypatch, capsys):
-    monkeypatch.setattr(_vllm_calls.logger, "propagate", False)
+    monkeypatch.setattr(calls.logger, "propagate", False)
     plugin._warn_once.cache_clear()
     for _ in range(2):
         plugin._warn_once("0.33.0")
@@ -523,7 +522,7 @@ def test_a_warning_before_vllm_has_set_up_its_log_is_a_line_of_stderr(monkeypatc
         f"{flash_delta.__version__} is off, because vLLM 0.33.0 is not tested: 0.26 and 0.32 are. "
         "FLASH_DELTA_VLLM=1 switches it on\n"
     )
-    assert not _vllm_calls.logger.handlers
+    assert not calls.logger.handlers
 
 
 def test_other_methods_are_left_alone(batch, caplog):

@@ -4,7 +4,7 @@ The ops have fla's names and arguments, the convolutions and the norm those that
 """
 
 from flash_delta import __version__
-from flash_delta.integrations._transformers.functions import causal_conv1d_fn, causal_conv1d_update
+from flash_delta.integrations.transformers.functions import causal_conv1d_fn, causal_conv1d_update
 from flash_delta.modules import GatedRMSNorm as RMSNormGated
 from flash_delta.ops import (
     chunk_gated_delta_rule,

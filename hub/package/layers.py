@@ -7,7 +7,7 @@ dropped.
 
 from torch import nn
 
-from flash_delta.integrations._transformers import functions
+from flash_delta.integrations.transformers import functions
 
 RULES, CONVOLUTIONS = functions.RULES, functions.CONVOLUTIONS
 

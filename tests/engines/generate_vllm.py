@@ -28,7 +28,7 @@ def count_calls(_: Any = None) -> Counter:
     """How often this process calls each op from now on, how many drafted tokens these calls had and how many of the
     drafts before were accepted, how many batches had both drafts and other rows, and for how many of these tokens were
     gathered. A CUDA graph counts once, when it is captured."""
-    from flash_delta.integrations import _vllm_calls as plugin
+    from flash_delta.integrations.vllm import calls as plugin
 
     counts, calls_of = Counter(), plugin.calls_of
 
@@ -48,10 +48,10 @@ def count_calls(_: Any = None) -> Counter:
 
 def counted_calls(_: Any) -> dict[str, int]:
     """What a worker of vLLM's has counted, and how many kinds of layers it had run before, while vLLM profiled."""
-    from flash_delta.integrations import _vllm_calls as plugin
-    from flash_delta.integrations import _vllm_warmup
+    from flash_delta.integrations.vllm import calls as plugin
+    from flash_delta.integrations.vllm import warmup
 
-    return plugin.counts | {"warm": len(_vllm_warmup._warm)}
+    return plugin.counts | {"warm": len(warmup._warm)}
 
 
 def complete(llm: Any) -> list[tuple[list[int], list[float], int]]:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from engine_tables import missing
 
-from flash_delta.integrations import _sglang_tracked
-from flash_delta.integrations import sglang as plugin
-from flash_delta.integrations._sglang_calls import fill_tracked
+from flash_delta.integrations.sglang import plugin, tracked
+from flash_delta.integrations.sglang.calls import fill_tracked
 
 if find_spec("sglang") is None or find_spec("triton") is None:
     pytest.skip("it needs SGLang and Triton", allow_module_level=True)
@@ -116,7 +115,7 @@ def backend_of(rule, dispatcher):
     name = "GDNAttnBackend" if rule == "gated_delta_rule" else "KDAAttnBackend"
     cls = getattr(importlib.import_module(f"{plugin.BACKENDS}.{name[:3].lower()}_backend"), name)
     backend = object.__new__(cls)
-    _sglang_tracked.introduce(lambda self: setattr(self, "kernel_dispatcher", dispatcher), backend)
+    tracked.introduce(lambda self: setattr(self, "kernel_dispatcher", dispatcher), backend)
     return backend
 
 
@@ -143,7 +142,7 @@ def test_extend(dispatchers, rule, graph):
         track_ssm_final_src=rows[1:2].long(), track_ssm_final_dst=to[1:2], has_mamba_track_mask=True,
     )  # fmt: skip
     if graph:
-        in_graph = importlib.import_module(_sglang_tracked.GRAPH)
+        in_graph = importlib.import_module(tracked.GRAPH)
         backend.prefill_graph_metadata = SimpleNamespace(cache_indices=rows, track_dst=to, track_chunk_idx=chunks)
         assert vars(backend.prefill_graph_metadata).keys() < {*in_graph.KDAPrefillGraphMetadata.__struct_fields__}
         metadata, mode = None, index(2, 1, 2)

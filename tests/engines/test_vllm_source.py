@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from engine_tables import missing
 
-from flash_delta.integrations import _vllm_calls
+from flash_delta.integrations.vllm import calls
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -21,12 +21,12 @@ if find_spec("vllm") is None:
 VLLM = Path(find_spec("vllm").origin).parent
 METADATA = VLLM / "v1/attention/backends/gdn_attn.py"
 LOG = "from vllm.config.logging import LoggingConfig as C; import vllm.logger; vllm.logger.configure_logging(C());"
-UNTESTED = """from flash_delta.integrations import vllm as plugin
+UNTESTED = """from flash_delta.integrations.vllm import plugin
 from vllm.plugins import load_general_plugins
 plugin._version = lambda package: "0.33.0"
 load_general_plugins()
 plugin.register()"""
-ACTIVE = """from flash_delta.integrations import vllm as plugin
+ACTIVE = """from flash_delta.integrations.vllm import plugin
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 print(*plugin._active)"""
@@ -34,7 +34,7 @@ print(*plugin._active)"""
 
 def output(code, **environment):
     """Of a process that has no other wish about the plugin than ``environment``."""
-    given = {name: value for name, value in os.environ.items() if name != _vllm_calls.VARIABLE} | environment
+    given = {name: value for name, value in os.environ.items() if name != calls.VARIABLE} | environment
     ran = subprocess.run([sys.executable, "-c", code], check=True, env=given, capture_output=True, text=True)
     return (ran.stderr + ran.stdout).splitlines()
 
@@ -57,7 +57,7 @@ def test_the_hooks_fit():
 
 
 def test_the_metadata_have_what_the_plugin_reads():
-    ours = Path(_vllm_calls.__file__).read_text()
+    ours = Path(calls.__file__).read_text()
     read = {*re.findall(r"\bm\.(\w+)", ours), *re.findall(r'getattr\(m, "(\w+)"', ours)}
     _, fields = METADATA.read_text().split("class GDNAttentionMetadata:\n")
     assert len(read) > 12

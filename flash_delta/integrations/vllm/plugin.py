@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 import flash_delta
-from flash_delta.integrations._vllm_calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run, warn
-from flash_delta.integrations._vllm_packed import is_packed, pack
-from flash_delta.integrations._vllm_warmup import warm
+from flash_delta.integrations.vllm.calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run, warn
+from flash_delta.integrations.vllm.packed import is_packed, pack
+from flash_delta.integrations.vllm.warmup import warm
 from flash_delta.ops.serving import Convolution
 
 TESTED = ("0.26", "0.32")  # major and minor number of a version

@@ -3,7 +3,7 @@
 Every process of SGLang calls `register` (entry point ``sglang.srt.plugins``). It puts hooks around the methods
 ``packed_decode``, ``decode``, ``extend`` and ``target_verify`` of SGLang's dispatchers, by which linear attention calls
 kernels. The ops use SGLang's own tensors: its pool of states, its slots, its buffer for drafts. Prompts leave the
-states that the radix cache keeps in the pool (_sglang_tracked.py). SGLang still runs the convolution and the output
+states that the radix cache keeps in the pool (tracked.py). SGLang still runs the convolution and the output
 norm.
 
 ``FLASH_DELTA_SGLANG=1`` switches the plugin on. It is off by default because it has run only on CPUs. If SGLang was
@@ -22,7 +22,7 @@ from typing import Any
 
 import flash_delta
 from flash_delta.integrations._refusal import refusal
-from flash_delta.integrations._sglang_calls import (
+from flash_delta.integrations.sglang.calls import (
     Call,
     Refused,
     decode,
@@ -31,7 +31,7 @@ from flash_delta.integrations._sglang_calls import (
     packed_decode,
     target_verify,
 )
-from flash_delta.integrations._sglang_tracked import BACKENDS, find_tracked, hooks, unlike
+from flash_delta.integrations.sglang.tracked import BACKENDS, find_tracked, hooks, unlike
 
 VARIABLE = "FLASH_DELTA_SGLANG"
 TESTED = ("0.5.23",)

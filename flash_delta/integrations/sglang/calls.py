@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 import flash_delta
-from flash_delta.integrations._sglang_tracked import CHUNK, Tracked, mark
+from flash_delta.integrations.sglang.tracked import CHUNK, Tracked, mark
 
 LONGEST_DRAFT = 16
 # Arguments that only SGLang's own kernels need: copies of lengths on the host, plans, another kernel's output.

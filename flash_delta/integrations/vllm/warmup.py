@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.integrations._vllm_calls import Layer, Tokens, decline, run
+from flash_delta.integrations.vllm.calls import Layer, Tokens, decline, run
 
 BLOCKS = 2
 LEAST = 32  # tokens; with fewer, vLLM does not profile but tries sizes of batches

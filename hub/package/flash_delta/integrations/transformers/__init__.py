@@ -1,0 +1,1 @@
+"""The functions alone. The library `kernels` binds them to models."""
