@@ -69,7 +69,8 @@ def keep(
 def keep_in_graph(
     theirs: Callable, ssm_pool: Tensor, h_track: Tensor, track_mode: Tensor, track_dst: Tensor, cache_indices: Tensor
 ) -> None:
-    """The same in a CUDA graph."""
+    """SGLang's copies after prompts in a CUDA graph. If the buffer is marked, only states at the end of a prompt are
+    copied."""
     if is_marked(h_track):
         track_mode = track_mode & MODES["TRACK_FINAL_STATE"]
     theirs(ssm_pool, h_track, track_mode, track_dst, cache_indices)

@@ -78,7 +78,7 @@ class Case:
     channel_floors: Floors | None = None  # the same for a gate per channel, if they differ
 
     def at_widths(self, K: int, V: int) -> "Case":
-        """The same problem with other widths."""
+        """Returns the problem with other widths."""
         return replace(self, name=f"{self.name} {K}x{V}", K=K, V=V, smoke=False)
 
     @property

@@ -27,7 +27,7 @@ class ByName:
 
 
 class Registered:
-    """The same for fla's layer after ``register()``."""
+    """What a contestant's module exports, for fla's layer after ``register()``."""
 
     PACKAGE, CACHES = flash_delta.PACKAGE, flash_delta.CACHES
 

@@ -223,7 +223,8 @@ def _prepare(
 
 
 def _prepare_listed(p: Problem, x: Inputs, outputs: Outputs, chip: Chip) -> tuple[Kernels, tuple[Tensor | None, ...]]:
-    """The same for packed sequences that the device lists, as on a pool where sequence n has slot n."""
+    """The launching function and memory of `_prepare`, for packed sequences that the device lists. Sequence n has slot
+    n, as on a pool."""
     o, final = outputs[:2]
     copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
     w = new_listed_walk(padded(p), chip)

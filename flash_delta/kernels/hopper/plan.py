@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
         return ceil(self.states * programs / self.processors) * pace.walk(ceil(self.chunks / number))
 
     def early(self, pace: Pace, programs: int, number: int) -> float:
-        """The same if some programs end early. Then others begin."""
+        """The time of `rounds` if some programs end early. Then others begin."""
         return max(1.0, LEFT * self.states * programs / self.processors) * pace.walk(ceil(self.chunks / number))
 
     def short(self, pace: Pace, programs: int = 1) -> float:
@@ -142,7 +142,7 @@ def _in_segments(s: Sizes, width: int, number: int) -> float:
 
 
 def _in_segments_back(s: Sizes, width: int, number: int) -> float:
-    """The same for the backward pass, with the maps of the forward pass."""
+    """The time of the backward pass in ``number`` segments of each sequence, with the maps of the forward pass."""
     ends = NARROWER[width] * s.early(WALK, number - 1, number)
     return LAUNCHES + COMPOSE * number + ends + sum(s.rounds(pace[width], number, number) for pace in BACK)
 

@@ -117,8 +117,8 @@ def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr, listed=None):
 
 @gluon.jit
 def find_listed(HV, cu_seqlens, T, listed, keys):
-    """The same for part s of the prompts that are cut, with two changes. The first result is the part's number among
-    all parts, and the one before the last is its first chunk.
+    """Returns the results of `find_map` for part s of the prompts that are cut, with two changes. The first result is
+    the part's number among all parts, and the one before the last is its first chunk.
 
     listed: the list of prompts and that of their parts (forward/prompt_list.py)."""
     walks, parts = listed

@@ -68,7 +68,7 @@ def unsupported(problem: AroundProblem) -> str | None:
 
 
 def preference(problem: AroundProblem) -> tuple[int, str | None]:
-    """The same as that of the rule's backend."""
+    """The preference of the rule's backend."""
     return (1, None) if problem.device != CPU else (-2, None)
 
 

@@ -1,5 +1,5 @@
-"""The same gradients as `channel_gradients`, for any decay and any dtype. No sum cancels, and no factor is above 1 if
-no log decay is above 0.
+"""Computes the gradients of `channel_gradients` for any decay and any dtype. No sum cancels, and no factor is above 1
+if no log decay is above 0.
 
 A chunk is halved again and again, into parts of 32, 16, .. 1 tokens. The decay of a pair is split at the level where
 its two tokens are in different parts: ``(q_i e^{G_i - r}) (k_j e^{r - G_j})`` with r = G of the last token of the

@@ -179,7 +179,7 @@ def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr, CHA
 
 @triton.jit
 def load_scores(L, C: tl.constexpr):
-    """The same blocks as those of ``score_blocks``, as `channel` wrote them."""
+    """Loads the blocks of ``score_blocks``, which `channel` has written."""
     scores = ()
     for i in tl.static_range(4):
         for j in tl.static_range(i + 1):

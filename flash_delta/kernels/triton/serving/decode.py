@@ -93,8 +93,9 @@ def state_at(tile, slot, slot_stride, t=0, step=None):
 
 @triton.jit
 def load_parent(parents, b, t, parents_row, parents_token):
-    """The token that token t continues, or -1 for the row's state; and whether that is a valid one. If not, it is 30:
-    bit 31 of ``alive`` in `decode`, which no token has. The first token continues the row's state, whatever is said."""
+    """Returns the token that token t continues (-1: the row's state), and whether the index is valid. An invalid index
+    becomes 30: bit 31 of ``alive`` in `decode`, which no token has. The first token always continues the row's
+    state."""
     parent = tl.load(parents + b.to(tl.int64) * parents_row + t * parents_token)
     parent = tl.where(t == 0, -1, parent)
     known = (parent >= -1) & (parent < t)
