@@ -29,7 +29,8 @@ class Tracked(NamedTuple):
 
 
 def find_tracked(dispatcher: Any, cache_indices: Tensor, track_chunk_idx: Tensor) -> Tracked | None:
-    """None if these tensors are not those of the running batch, so that its slots may be others."""
+    """Where the states that SGLang keeps go. None if these tensors are not those of the running batch, because its
+    slots may be others."""
     backend = vars(dispatcher).get("_flash_delta_backend")
     for batch, indices, slots in (
         (getattr(backend, "prefill_graph_metadata", None), "cache_indices", "track_dst"),

@@ -83,7 +83,7 @@ class Case:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Those of `flash-delta check`."""
+        """The dtypes in which `flash-delta check` runs the case."""
         return ("float64", "float32", "bfloat16") if self.floors is None else ("bfloat16",)
 
     @property

@@ -62,11 +62,11 @@ class Sizes(NamedTuple):
         return ceil(self.states * programs / self.processors) * pace.walk(ceil(self.chunks / number))
 
     def early(self, pace: Pace, programs: int, number: int) -> float:
-        """The time of `rounds` if some programs end early. Then others begin."""
+        """The time of `rounds` if some programs end early. Then other programs begin."""
         return max(1.0, LEFT * self.states * programs / self.processors) * pace.walk(ceil(self.chunks / number))
 
     def short(self, pace: Pace, programs: int = 1) -> float:
-        """The time that such a walk takes for all sequences that are shorter than the longest one, about."""
+        """About the time that such a walk takes for all sequences that are shorter than the longest one."""
         return programs * (self.items - self.states) * pace.item / self.processors
 
     def shared(self, chunk: float) -> float:

@@ -147,7 +147,7 @@ def again(
 
 @contextmanager
 def _explained(c: Call) -> Iterator[None]:
-    """If a compilation is refused (forbid.py), adds to the error what is new in the call."""
+    """Adds to the error of a refused compilation (forbid.py) what is new in the call."""
     try:
         yield
     except Refused as refused:

@@ -48,7 +48,7 @@ MOST = tl.constexpr(40.0)  # the largest exponent of a pair. Pairs above the dia
 @triton.jit
 def product(a, bt, c, PRODUCTS: tl.constexpr):
     """``c + a b`` of [16, 16], with b given as its transpose, in float16 or in float32 with an input precision.
-    "clamped" is float16, and larger results become the largest float16, so that no later product makes a NaN of them.
+    "clamped" is float16, in which larger results become the largest float16. So no later product makes a NaN of them.
 
     b is transposed in float32, which needs no exchange of registers. Triton would move 16-bit numbers through shared
     memory.

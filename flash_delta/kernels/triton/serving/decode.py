@@ -60,7 +60,7 @@ def load_slot(table, row, column, strides, slots, live):
 
 @triton.jit
 def find_column(accepted, b, accepted_row, columns):
-    """The column of the table of slots that a row reads, and whether it is one."""
+    """The column of the table of slots that a row reads, and whether that column is in the table."""
     column, live = b * 0, b >= 0
     if accepted is not None:
         count = tl.load(accepted + b.to(tl.int64) * accepted_row)
