@@ -75,8 +75,8 @@ def needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
 
 
 def walk_needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
-    """Whether programs of a walk share items, if the walk otherwise has a program for every item. Such programs start
-    where others end. So many unequal items are divided well without a tape, and the tape loses 3 % (nine items per
+    """Whether programs share items in a walk that otherwise has a program for every item. Without the tape, a program
+    starts when another one ends. So many unequal items are divided well, and the tape loses 3 % (nine items per
     program, on an H200)."""
     equal = not p.packed or (p.lengths is not None and len(set(p.lengths)) == 1)
     return needs_tape(p, programs, pace) and (equal or WALKED_IN_TURNS * programs >= p.N * p.HV)
