@@ -69,7 +69,8 @@ def make_tensors(layer: Mixer, x: Tensor) -> dict[str, Tensor]:
 
 
 def difference(context: ContextParallel, got: Tensor, want: Tensor) -> float:
-    """Of a rank's tokens from the whole row's, or of the sum of all ranks' parts of a shared gradient."""
+    """Returns the error of a rank's tokens from the whole row's, or of the sum of all ranks' parts of a shared
+    gradient."""
     if got.shape != want.shape:
         return relative_error(got, context.shard(want))
     dist.all_reduce(got, group=context.group)

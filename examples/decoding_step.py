@@ -81,7 +81,7 @@ def microseconds(step: Step, steps: int, device: torch.device) -> float:
 
 
 def parts(step: Step, report: enable, steps: int, device: torch.device) -> dict[str, float]:
-    """The same of every call of ours in a step, by the name that transformers calls it by."""
+    """Median host time of every call of ours in a step, by the name that transformers calls it by."""
     found: dict[str, list[float]] = {}
 
     def timed(name: str, function: Callable) -> Callable:

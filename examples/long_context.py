@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
 
 
 def build(a: argparse.Namespace, mesh: object, device: torch.device) -> FlashDeltaForCausalLM:
-    """The same fresh model on every rank, then each one's part of it; a layer keeps its input only."""
+    """Makes the same fresh model on every rank and shards it. A layer keeps its input only."""
     torch.manual_seed(0)
     sizes = {"hidden_size": a.hidden_size, "num_heads": a.heads, "head_dim": a.head_dim}
     mixers = ["kda" if layer % 4 == 3 else "gdn" for layer in range(a.layers)]

@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Of the host, in us."""
+    """Times of the host, in us."""
 
     forward: float
     backward: float
@@ -64,7 +64,7 @@ class Times(NamedTuple):
 
 
 def make_step(w: Workload, device: torch.device, shorter: int = 0) -> Step:
-    """Of the row ``w`` with so many tokens less. Values do not matter."""
+    """Makes a step on the row ``w``, with so many tokens less. Values do not matter."""
     T = w.tokens - shorter
     channels = (w.HV, w.K) if w.gate == "channel" else (w.HV,)
 
@@ -80,7 +80,7 @@ def make_step(w: Workload, device: torch.device, shorter: int = 0) -> Step:
 
 
 class Nothing(torch.autograd.Function):
-    """As many tensors in and out as `DeltaRule` has."""
+    """Takes and returns as many tensors as `DeltaRule`."""
 
     @staticmethod
     def forward(ctx, problem: None, known: None, *tensors: Tensor | None):

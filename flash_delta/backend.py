@@ -82,7 +82,7 @@ class Backend(Protocol):
         nothing in this function."""
 
     def step(self, problem: Problem, inputs: Inputs, known: KnownCall | None = None) -> Outputs:
-        """As ``forward``, token by token, for ``problem.recurrent``. T calls with one token each, which pass the state
+        """Runs ``forward`` token by token, for ``problem.recurrent``. T calls with one token each, which pass the state
         on, have to give the same bits as one call."""
 
     def decode(
@@ -124,10 +124,10 @@ class ElementwiseBackend(Protocol):
     """
 
     def unsupported(self, problem: ElementwiseProblem) -> str | None:
-        """As :meth:`Backend.unsupported`."""
+        """Returns what :meth:`Backend.unsupported` returns."""
 
     def preference(self, problem: ElementwiseProblem) -> Preference:
-        """As :meth:`Backend.preference`."""
+        """Returns what :meth:`Backend.preference` returns."""
 
     def convolve(
         self, problem: ConvolutionProblem, inputs: Convolved, known: KnownCall | None = None

@@ -7,7 +7,7 @@ PAGE = Path(__file__).parent.parent / "docs/guide/serving.md"
 
 
 def rows(engine):
-    """Of the table of an engine: the names, what they are, and the argument."""
+    """Returns the rows of an engine's table: the names, what they are, and the argument."""
     _, table = PAGE.read_text().split(f"| {engine} | what it is | argument here |\n|---|---|---|\n")
     lines = table.split("\n\n")[0].splitlines()
     return [tuple(re.split(r" \| ", line.strip("| \n"))) for line in lines]

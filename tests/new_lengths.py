@@ -64,7 +64,8 @@ def lengths(number, seed=0):
 
 
 def host_us(calls, wait=lambda: None):
-    """Of every call until it returns; now and then it waits, so that no queue is ever full."""
+    """Returns the microseconds until each call returns. It waits after every few calls, so that no queue is ever
+    full."""
     found = []
     for number, call in enumerate(calls):
         if number % 16 == 0:

@@ -75,7 +75,7 @@ class Compiled(SimpleNamespace):
 
 
 def compiled(kernel: JITFunction, *values: Any, grid: Any, **options: Any) -> Any:
-    """As if ``kernel`` had been compiled for these arguments."""
+    """Returns ``kernel`` as if it had been compiled for these arguments."""
     given = dict(zip(kernel.arg_names, values, strict=False)) | options
     constant = {p.name for p in kernel.params if p.is_constexpr}
     signature = {

@@ -17,7 +17,8 @@ def make_prompts(
     kind="gdn-raw", lengths=(70, 3), W=4, L=4, bias=True, activation="silu", windows=None, rolling=False, seed=1,
     **shape,
 ):  # fmt: skip
-    """As `make_prefill`, with a convolution and an output norm. ``windows``: the dtype of their pool."""
+    """Makes the call of `make_prefill` with a convolution and an output norm. ``windows``: the dtype of the windows'
+    pool."""
     x = make_prefill(kind, lengths, **shape)
     gen = torch.Generator().manual_seed(seed)
 
@@ -86,7 +87,7 @@ def on_cpu(x):
 
 
 def as_in_vllm(windows):
-    """The same windows, transposed, on pages that are larger."""
+    """Returns the windows, transposed, on larger pages."""
     slots, D, L = windows.shape
     pages = windows.new_full((slots, L * D + 48), float("nan"))
     return pages[:, : L * D].view(slots, L, D).mT.copy_(windows)

@@ -72,7 +72,7 @@ FORMS = [
 
 
 def draw_lengths(draw, sequences, tokens):
-    """Of at most so many sequences, some of them empty, with at most so many tokens."""
+    """Draws the lengths of at most so many sequences, with at most so many tokens together. Some are empty."""
     count, total = draw.randint(1, sequences), draw.randint(0, tokens)
     sizes = {
         "equal": lambda: 1.0,
@@ -177,7 +177,7 @@ class Round:
         self.state_limits = allowed(relative(reference["final_state"], self.final), torch.bfloat16)
 
     def _errors(self, o):
-        """Of each sequence."""
+        """Returns the relative error of o for each sequence."""
         sums = torch.zeros(2, len(self.lengths), dtype=torch.float64, device=self.device)
         for total, t in zip(sums, (o.double() - self.o, self.o), strict=True):
             total.index_add_(0, self.of_token, t[0].square().sum((1, 2)))
@@ -274,7 +274,7 @@ def relative(got, want):
 
 
 def together(q, k, v, g, beta, *, scale, erase, initial_state, cu_seqlens, goals=()):
-    """As `recurrent`, with all sequences at once. ``goals``: pairs of a sequence and a number of its tokens, after
+    """Runs `recurrent` for all sequences at once. ``goals``: pairs of a sequence and a number of its tokens, after
     which its state is returned, too."""
     assert erase == "decayed"
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -67,7 +67,8 @@ def decode(kind, sizes):
 
 
 def drafts(op, x, write):
-    """Of four rows of seven tokens: to rows of another pool, and packed, with rolling windows, under wrong bounds."""
+    """Runs drafts of four rows of seven tokens: to rows of another pool, and packed, with rolling windows, under wrong
+    bounds."""
     inner = x["state_pool"].shape[1:]
     target = torch.full((4, 9, *inner), 7.0, dtype=x["state_pool"].dtype)[:, :7]
     for tree in ({}, {"parent_idx": slots(TREES, x)}):
@@ -113,7 +114,7 @@ def steps(op, x, write):
 
 
 def prefill(kind, sizes):
-    """Of nine sequences the first four are well; in the others an index is none, of which many are tried."""
+    """Runs nine sequences. The first four are well. The others have an invalid index, of which many are tried."""
     op = flash_delta.prefill_kda if kind.startswith("kda") else flash_delta.prefill_gated_delta_rule
     lengths = [0, 1, 70, 130, 5, 70, 3, 66, 2]
     bounds = torch.tensor([0, *lengths]).cumsum(0)

@@ -125,7 +125,7 @@ def decode(pool, kind, backend, requests, T, writes, tree=False):
 
 
 def go_on(pool, rows, kept, windows, scratch):
-    """Of a draft any token is the last accepted. The engine copies what a call has left elsewhere."""
+    """Draws the last accepted token of each draft. Copies what a call has left elsewhere, as an engine does."""
     for n, (row, states) in enumerate(zip(rows, kept, strict=True)):
         if not states:
             continue
@@ -139,7 +139,7 @@ def go_on(pool, rows, kept, windows, scratch):
 
 
 def kept_states(row, states, writes):
-    """Of those after a row's tokens the ones that are written."""
+    """Returns the states that are written, of those after a row's tokens."""
     return {t: S for t, S in states.items() if writes == "each" or (writes == "last" and t == row.length - 1)}
 
 

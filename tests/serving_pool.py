@@ -109,8 +109,8 @@ class Pool:
         self.want |= written
 
     def judge_outputs(self):
-        """Of several calls: a first token gives scale (q . k) v, and where q . k cancels, few digits are left of a call
-        with no other."""
+        """Judges the outputs of several calls together. A first token gives scale (q . k) v. Where q . k cancels, a
+        call with no other token has few digits left."""
         if self.outputs:
             o, want = (torch.cat(of) for of in zip(*self.outputs, strict=True))
             assert_accurate(f"o of the calls up to {self.calls}", o, want, coarser(o.dtype, self.dtype))

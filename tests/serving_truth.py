@@ -80,7 +80,7 @@ def table(t):
 
 
 def without_null(x):
-    """The same call with indices out of range where it has ``null_slot``."""
+    """Returns the call with indices out of range where it has ``null_slot``."""
     null, names = x.get("null_slot"), ("read_indices", "write_indices", "checkpoint_indices")
     if null is None:
         return x

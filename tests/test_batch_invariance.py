@@ -62,7 +62,7 @@ def test_other_sequences_change_no_bit(name, backend, raw):
 
 @pytest.mark.parametrize("name", ["gdn", "kda"])
 def test_one_by_one_is_what_all_at_once_is(name, monkeypatch):
-    """Of the torch backend: parameters' gradients, states of chunks, rows instead of packed sequences, no sequences."""
+    """On the torch backend: parameters' gradients, states of chunks, rows instead of packed sequences, no sequences."""
     whole, numbers = chunked.forward, []
     monkeypatch.setattr(chunked, "forward", lambda p, x, *known: numbers.append(p.N) or whole(p, x, *known))
     member = MEMBERS[name]

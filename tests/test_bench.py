@@ -260,7 +260,7 @@ def test_isolation(capfd):
 
 @pytest.mark.parametrize(("group", "least"), [("gdn-prefill", 1), ("fla-gdn-forward", 65)])
 def test_random_lengths_make_the_call_that_was_timed(group, least):
-    """Of a few tokens fla's layers call other ops."""
+    """For few tokens, fla's layers call other ops. So their calls get no fewer than 65."""
     draw, (workload, *_) = random.Random(0), rows(group).values()
     sizes = [(w.N, w.N * w.T) for w in (drawn(workload, draw) for _ in range(3000))]
     assert {N for N, _ in sizes} == {*range(1, 17)}
@@ -492,7 +492,7 @@ def test_of_a_group_on_two_gpus_the_fullest_run_counts():
 
 
 def test_the_readmes_table_names_the_peers_that_ran_and_leaves_out_code_without_kernels():
-    """Of two rows the best peers are 2.0 and 8.0 as slow, and one of them is of another run."""
+    """The best peers of two rows are 2.0 and 8.0 times as slow. One of them is of another run."""
 
     def timed(row, **times):
         return [

@@ -129,7 +129,7 @@ def test_a_graphed_step_gets_inputs_like_its_own(monkeypatch):
 
 
 def test_a_form_that_repeats_itself_wrongly_gets_no_time(monkeypatch):
-    """As a graph does that replays what it has captured with other numbers."""
+    """A graph does so that replays other numbers than it has captured."""
 
     def graphed(module, inputs):
         calls = []

@@ -313,8 +313,8 @@ def test_tiles_of_decoding_compute_the_same(process):
 
 @needs_triton
 def test_tokens_before_an_offset_are_what_decoding_makes_of_them(process):
-    """The same operations in the same order and layouts, without those of the output. When a number becomes a float32
-    one does not matter."""
+    """They run through the same operations in the same order and layouts, without those of the output. When a number
+    becomes a float32 one does not matter."""
     for decoded, *walks in process.submit(variants_of_offsets).result():
         assert len(walks) == 2
         for walked in walks:

@@ -24,7 +24,7 @@ CALLS = 4
 
 
 def shifted(t):
-    """The same numbers two bytes (four in float32) after a multiple of 16."""
+    """Returns the numbers two bytes (four in float32) after a multiple of 16."""
     return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
 
 

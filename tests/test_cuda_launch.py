@@ -35,7 +35,7 @@ ELEMENT = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "fp4_padded": False, "
 
 
 class Kernel(SimpleNamespace):
-    """As if compiled. Found again by who it is."""
+    """Stands for a compiled kernel. It is found again by its identity."""
 
     __hash__ = object.__hash__
 
@@ -81,7 +81,7 @@ def fake(tmp_path_factory):
 
 
 def kernel(scratch=0, overlaps=True, signature=SIGNATURE, sizes=BYTES):
-    """As if compiled."""
+    """Returns a kernel that seems to be compiled."""
     described = [ELEMENT] if "d" in signature else None
     metadata = Metadata(4, 1, 4096, overlaps, False, scratch, 128, 0, 1, described, "")
     function = (ctypes.c_uint64 * (len(sizes) + 1))(len(sizes), *sizes)
@@ -159,7 +159,7 @@ def words(got, number):
 
 
 def test_scratch_memory_lies_behind_the_tensors(fake, monkeypatch):
-    """Of several launches the greatest; each gets its address."""
+    """Several launches share memory for the one that needs most. Each that needs some gets its address."""
     memory, asked = torch.empty(96, dtype=torch.uint8), []
     monkeypatch.setattr(cuda_driver.torch, "empty", lambda size, **options: asked.append((size, options)) or memory)
     signature = {"x": "*i8", "n": "i64"}

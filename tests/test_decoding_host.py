@@ -28,7 +28,7 @@ TENSORS = {"new_empty": 3, "empty_like": 1}  # the three outputs and the new sta
 
 
 def counts(place):
-    """Of each function of ours, in a step of a kind that came before: how often it calls Python and torch."""
+    """Counts how often each function of ours calls Python and torch, in a step of a kind that came before."""
     sys.path.append(EXAMPLES)
     import decoding_step
     from pretended_gpu import pretended_gpu
@@ -78,8 +78,8 @@ kept = []  # functions of compiled kernels, which stay as long as their process
 
 
 def addresses_of_steps(place, gradients):
-    """Of some recurrent steps on other tensors each: what the kernel was given, what it should be given, and whether
-    the call was looked at again."""
+    """Runs some recurrent steps, each on other tensors. Returns for each what the kernel was given and what it should
+    be given, and a None for every time that the call was looked at again."""
     import torch
     from pretended_gpu import pretended_gpu
 

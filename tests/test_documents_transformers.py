@@ -83,7 +83,7 @@ def test_training(family):
 
 
 def by_backward(model, y):
-    """As `with_gradients`, in the way that reentrant checkpointing needs."""
+    """Returns what `with_gradients` returns, in the way that reentrant checkpointing needs."""
     model.zero_grad()
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y))
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}

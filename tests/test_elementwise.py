@@ -292,7 +292,7 @@ def test_a_backward_pass_is_known_by_its_layouts():
 
 
 def test_gradients_of_a_gate_have_no_other_memory():
-    """Of A_log and dt_bias, the kernel leaves parts, which PyTorch sums."""
+    """The kernel leaves parts of the gradients of A_log and dt_bias, which PyTorch sums."""
     made = []
 
     class Mode(TorchDispatchMode):

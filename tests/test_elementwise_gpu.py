@@ -18,7 +18,7 @@ kinds = pytest.mark.parametrize("kind", ["gdn-raw", "kda-bounded"])
 
 
 def tensors(x):
-    """Of a call, also those of what is around the rule."""
+    """Yields the tensors of a call, also those of what is around the rule."""
     for value in x.values():
         yield from (t for t in (value if isinstance(value, tuple) else (value,)) if torch.is_tensor(t))
 
@@ -45,7 +45,7 @@ def check_graph(op, static, other, want_x):
 
 
 def step(kind, T, shift):
-    """Of eight rows, two of which are padding; windows as in vLLM."""
+    """Makes a step of eight rows, two of which are padding. Windows lie as in vLLM."""
     x, conv = make_step(kind, B=8, T=T, L=3, slots=48, **HEADS)
     x |= {name: x[name].roll(shift, 0) for name in TOKENS}
     table = torch.arange(8 * T, dtype=torch.int32, device="cuda").view(8, T).roll(shift, 0)

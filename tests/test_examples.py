@@ -178,7 +178,8 @@ class Recorded(TorchDispatchMode):
 
 @torch.inference_mode()
 def test_a_recorded_step_is_all_of_generation(graphs):
-    """As a graph would: it is right for other prompts, reads no value on the host, and the cache stays in place."""
+    """The recorded step is right for other prompts and reads no value on the host, as a graph would. The cache stays in
+    place."""
     model = graphs.random_model(32, 4)
     prompts = torch.randint(1, 500, (2, 3, 7))
     with enable(model):

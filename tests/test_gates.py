@@ -100,7 +100,7 @@ def named_values(module):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_with_parameters_can_be_reset(name):
-    """As after `to_empty`. A module resets the parameters that are its own."""
+    """Every module resets the parameters that are its own, as after `to_empty`."""
     made, layer = MODULES[name](), MODULES[name]()
     for t in (*layer.parameters(), *layer.buffers()):
         t.data.fill_(torch.nan)

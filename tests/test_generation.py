@@ -86,7 +86,7 @@ def test_a_prompt_may_be_read_in_pieces(model, size):
 
 @torch.no_grad()
 def test_samples_of_a_prompt_share_its_states(model):
-    """As `num_return_sequences` could: the prompt is read once, and each of its rows continues in its own way."""
+    """The prompt is read once, and each of its samples continues in its own way."""
     ids, more, cache = tokens(2, 5), tokens(6, 3, seed=1), FlashDeltaCache(model.config)
     model(ids, past_key_values=cache)
     assert (cache.batch_size, cache.is_initialized, cache.has_previous_state()) == (2, True, True)

@@ -310,7 +310,7 @@ def test_what_the_copy_engine_cannot_describe_is_copied():
 
 
 def call(form="packed"):
-    """Of the compile gate's, on tensors that are nowhere."""
+    """Returns a call of the compile gate, on tensors that are nowhere."""
     p, x = CASES_COMPILED[form]()
     c = make_call(p, x, ("test",))._replace(direct=False)
     return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), rates.new_rates(p)
@@ -349,7 +349,7 @@ def compiled(monkeypatch):
 
 
 def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compiled):
-    """Of bytes test_cuda_launch.py tells."""
+    """test_cuda_launch.py tests the bytes of a launch."""
     c, o, final, rates = call()
     c = c._replace(steps=[])
     loop.run_loop(c, o, final, rates, None, NARROW)

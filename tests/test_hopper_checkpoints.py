@@ -48,7 +48,7 @@ def without(x):
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("every", [64, 128, 192])
 def test_parts_and_strides(split, launched, chunks, every):
-    """Of which neither is a multiple of the other, either. No other bit changes."""
+    """Parts and strides need not be multiples of each other. Checkpoints change no other bit."""
     x = prompt(every=every)
     split(chunks)
     o, pool = check("gdn-raw", x, "hopper")
@@ -157,7 +157,7 @@ def test_slots_with_gaps_and_a_table_with_strides(split):
 
 @pytest.mark.parametrize("kind", ["stride", "offset"])
 def test_windows_are_kept_with_checkpoints(split, launched, kind):
-    """Of a convolution, whose slots are the states'."""
+    """The slots of a convolution's windows are the states'."""
     split(1)
     x = make_prompts("gdn-raw", (140,), behind=3, slots=20, **TINY)
     x |= {"checkpoint_indices": slots([[5, 7]], x), "checkpoint_every": 64}

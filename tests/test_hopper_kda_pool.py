@@ -124,7 +124,7 @@ def test_checkpoints_between_pieces(launched, decay):
 
 
 def at_offsets(x, *offsets):
-    """The same call with one checkpoint of each sequence; the first goes on in its own slot."""
+    """Returns the call with one checkpoint of each sequence. The first sequence goes on in its own slot."""
     write = x["write_indices"].clone()
     write[0] = x["read_indices"][0]
     x = x | {"write_indices": write, "checkpoint_indices": x["checkpoint_indices"][:, 0], "checkpoint_every": None}

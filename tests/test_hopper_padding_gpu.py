@@ -40,7 +40,7 @@ def test_gradients(split, cell):
 
 @pytest.mark.parametrize("width", [100, 96])
 def test_the_bits_are_those_of_a_call_whose_caller_pads(width):
-    """Of slices of a projection, with states in bfloat16, and gradients of final states."""
+    """q, k and v are slices of a projection, states are bfloat16, and final states have gradients."""
     T, H, HV = 1000, 2, 4
     rows = torch.randn(2, T, 2 * H + HV, width, device="cuda", dtype=torch.bfloat16)
     q, k, v = (t.detach().requires_grad_() for t in rows.split((H, H, HV), 2))

@@ -270,6 +270,16 @@ def test_every_argument_is_documented(name):
     assert "Source: " in doc
 
 
+def test_docstrings_begin_with_a_verb_or_their_subject():
+    wrong = []
+    for path in (p for folder in (PACKAGE, ROOT / "tests", ROOT / "examples") for p in sorted(folder.rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) else None
+            if text and text.startswith(("Of ", "The same", "As ")):
+                wrong.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_changelog_names_the_version():
     assert f"## {flash_delta.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 

@@ -77,7 +77,7 @@ def test_it_computes_the_same_without_flash_delta(package, tmp_path):
 
 
 def forward(name):
-    """Of a layer: what models of transformers call under `enable()`."""
+    """Returns what models of transformers call for a layer under `enable()`."""
     if name == "RMSNormGated":
         return functions.gated_norm
     rules = {

@@ -23,7 +23,7 @@ HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 
 
 def column(t):
-    """The same indices, each beside a wrong one."""
+    """Returns the indices as a column of a wider tensor, each beside a wrong one."""
     wrong = ~t if t.dtype == torch.bool else torch.full_like(t, 1)
     return torch.stack([t, wrong], -1)[..., 0]
 

@@ -225,7 +225,7 @@ KINDS_OF_ROWS = pytest.mark.parametrize("bounds", [None, [0, 3, 3, 70]], ids=["b
 @KINDS_OF_ROWS
 @pytest.mark.parametrize("raw", [False, True], ids=["decays", "raw"])
 def test_rule_in_two_passes(x, bounds, raw):
-    """As fla's autograd calls them; what is kept between them is nobody's business."""
+    """fla's autograd calls both passes like this. What they hand over may be anything."""
     rows = B if bounds is None else 1
     call = {n: (x[n][:rows] if n != "initial_state" else x[n]) for n in ("q", "k", "v", "g", "beta", "initial_state")}
     options = {"scale": 0.3, "state_v_first": True}
@@ -381,7 +381,7 @@ def test_context_refuses(monkeypatch):
 
 
 def test_rule_on_a_row_of_ranks(x):
-    """Of one; `make engines` has more."""
+    """The row has one rank. `make engines` tests more."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         call, bounds = {name: x[name][:1] for name in ("q", "k", "v", "g", "beta")}, torch.tensor([0, 33, 70])

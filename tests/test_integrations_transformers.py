@@ -248,7 +248,8 @@ def test_accuracy(family, dtype, device):
 
 
 def errors_of_layer(family, dtype, device, seed):
-    """Of a linear attention layer's output and gradients: of its own code, and of ours."""
+    """Returns the errors of a linear attention layer's output and gradients: those of its own code, and those of
+    ours."""
     heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_head_dim": 32}
     layer = linear_layer(build(family, torch.float64, hidden_size=64, **heads)).to(dtype)
     x = torch.randn(2, 150, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -262,7 +263,7 @@ def errors_of_layer(family, dtype, device, seed):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
 def test_gradients_through_the_cache(family):
-    """Of a convolution whose window moves on in place, token by token."""
+    """A convolution's gradients are right while its window moves on in place, token by token."""
     fn, update = (integration.CONVOLUTIONS[name] for name in ("causal_conv1d_fn", "causal_conv1d_update"))
     module = modelling(family)
     for T, L in ((1, 4), (1, 9), (3, 4)):  # a state of more than W tokens is one of assisted generation

@@ -43,7 +43,7 @@ def c(tmp_path_factory):
 
 
 def views(dtype):
-    """Of every kind that is like another one in all but one thing, or in all."""
+    """Yields views of every kind, each like another one in all but one thing, or in all."""
     base = torch.zeros(4096, dtype=dtype)
     start = -base.data_ptr() % 16 // dtype.itemsize
     base = base[start:]

@@ -21,7 +21,7 @@ PARTS = ("find_forgetting", "channel_loop", *WALK)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Of what is compiled once."""
+    """Returns a folder for what is compiled once."""
     return tmp_path_factory.mktemp("driver")
 
 
@@ -305,7 +305,7 @@ SPLIT = 2**17
     ],
 )
 def test_grids_have_room_for_all_sequences(process, place, backend, op, count, K, dtype, long, training, longest):
-    """As many as a backend takes, also if one of them is long enough to be split."""
+    """A grid has room for as many sequences as a backend takes, also if one of them is long enough to be split."""
     call = backend, op, count, K, dtype, long, training
     assert process.submit(longest_axes, place, [call]).result() == [longest]
 

@@ -55,7 +55,7 @@ def run(x, dtype, *, layout=None, frozen=(), backend="triton", **options):
 
 
 def packed(x, gated=True):
-    """The same tensors with one packed projection, and its layout."""
+    """Returns the tensors with one packed projection, and its layout."""
     names = ("q", "k", "v", *(("z",) if gated else ()), "g", "beta")
     rest = {name: t for name, t in x.items() if name not in names}
     projected = torch.cat([x[name].flatten(2) for name in names], -1)
@@ -156,7 +156,7 @@ def test_heads_apart(parts_refused):
 
 @pytest.mark.parametrize("width", [V, 2 * V], ids=["one width", "wide values"])
 def test_two_projections_with_groups_of_heads(parts_refused, width):
-    """As in Qwen3-Next: a key head and its value heads adjoin in the first projection, their gates in the second."""
+    """In Qwen3-Next a key head and its value heads adjoin in the first projection, their gates in the second."""
     x = inputs()
     x |= {"v": random(1, T, HV, width, seed=2), "z": random(1, T, HV, width, seed=5)}
     x |= {"taps2": random(HV * width, W, seed=22, scale=0.5), "norm_weight": 1 + random(width, seed=32, scale=0.1)}
@@ -180,7 +180,7 @@ def test_two_projections_with_groups_of_heads(parts_refused, width):
 
 
 def slices(x):
-    """The same values, as slices of wider tensors and with axes in another order."""
+    """Returns the values as slices of wider tensors and with axes in another order."""
     moved = dict(x)
     for name in ("q", "k"):
         moved[name] = x[name].transpose(1, 2).contiguous().transpose(1, 2)
@@ -354,7 +354,8 @@ def test_one_product_saves_no_copy_of_the_weights():
 
 
 def test_weights_that_adjoin(tmp_path):
-    """The same numbers without a copy of the weights, forward and backward; other code sees the parameters as ever."""
+    """Adjoining weights need no copy and give the same numbers, forward and backward. Other code sees the parameters as
+    ever."""
     modules, x, dy = projections(), torch.randn(2, 5, 48, requires_grad=True), torch.randn(2, 5, 48)
     weights = [m.weight for m in modules]
     before = [w.clone() for w in weights]

@@ -253,7 +253,7 @@ def inputs(T):
 
 
 def test_one_rank_is_one_device(alone):
-    """The same bits, and sequences that one device would be told of by cu_seqlens."""
+    """One rank gives the bits of one device, which is told of the same sequences by cu_seqlens."""
     x = inputs(9)
     state = x.pop("initial_state").expand(2, -1, -1, -1)
     context = ContextParallel(alone, [0, 4, 9])

@@ -101,7 +101,8 @@ def test_nothing_to_do(lengths, slots, backend):
 @backends
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_null_slot_and_out(batch_invariant, backend):
-    """Of prompts, decoding rows and checkpoints; outputs go where the caller says, those of padding as zeros."""
+    """Prompts, decoding rows and checkpoints may have the null slot. Outputs go where the caller says, and those of
+    padding are zeros."""
     x = make_prefill("gdn", (70, 3, 20, 66), behind=2, slots=14, device=DEVICES[backend], **TINY)
     x |= {"read_indices": slots([0, 5, 2, 3], x), "write_indices": slots([4, 6, 5, 7], x), "null_slot": 5}
     x |= {"checkpoint_indices": slots([[5], [9], [10], [11]], x), "checkpoint_every": 64}
@@ -129,7 +130,8 @@ def test_sequences_without_a_slot_to_write(backend):
 @backends
 @pytest.mark.parametrize(("kind", "v_first"), [("gdn", True), ("kda-raw", False)])
 def test_checkpoints(kind, v_first, backend):
-    """As far as a sequence reaches, where there is a slot; going on from one gives the same bits."""
+    """A sequence writes checkpoints as far as it reaches, where there is a slot. Going on from one gives the same
+    bits."""
     x = make_prefill(kind, (192, 130, 16, 127, 200), slots=20, device=DEVICES[backend], v_first=v_first, **TINY)
     table = [[10, 11, 12, 13], [14, -1, 0, 1], [0, 1, 2, 3], [2**40, 15, 3, 4], [20, 16, 17, 18]]
     x |= {"checkpoint_indices": slots(table, x), "checkpoint_every": 64}

@@ -43,7 +43,7 @@ def mixed(kind, lengths=(700, 1, 0, 130, 16, 64, 0, 0), **changes):
 
 
 def at_offsets(x, offsets):
-    """The same call with one checkpoint of each sequence."""
+    """Returns the call with one checkpoint of each sequence."""
     x = x | {"checkpoint_indices": x["checkpoint_indices"][:, 0].clone(), "checkpoint_every": None}
     return x | {"checkpoint_offsets": slots(offsets, x)}
 
@@ -187,7 +187,7 @@ def test_whole_states_and_halves_give_the_same_bits(kind, door, module, plan, ti
 @pytest.mark.parametrize("backend", ["triton", *(["hopper"] if HOPPER else [])])
 @pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
 def test_pools_of_more_than_two_to_the_31_numbers(v_first, backend):
-    """The same bits as in a small pool with slots as far apart, and nothing else touched."""
+    """The bits are those of a small pool with slots as far apart. Nothing else is touched."""
     x = mixed("gdn-raw", pool=torch.bfloat16, v_first=v_first)
     far = 2**31 // (4 * 128 * 128) + 100
     pool = torch.zeros(far + 40, 4, 128, 128, dtype=torch.bfloat16, device="cuda")

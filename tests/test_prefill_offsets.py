@@ -17,7 +17,7 @@ NO_CHECKPOINTS = {"checkpoint_indices": None, "checkpoint_offsets": None, "check
 
 
 def with_offsets(x, offsets, dtype=torch.int64):
-    """The same call; the checkpoints go to the last slots but one."""
+    """Returns the call with checkpoints at ``offsets``, which go to the last slots but one."""
     N, count = len(offsets), len(x["state_pool"])
     indices = torch.arange(count - N - 1, count - 1, device=x["q"].device)
     return x | {"checkpoint_indices": indices, "checkpoint_offsets": slots(offsets, x, dtype)}

@@ -90,7 +90,8 @@ def test_one_without_the_other(without, backend):
 @backends
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_windows_at_checkpoints(batch_invariant, backend):
-    """As states: as far as a sequence reaches, where there is a slot; and a prompt goes on from one."""
+    """Windows are kept as far as a sequence reaches, where there is a slot, as states are. A prompt goes on from
+    one."""
     x = make_prompts("gdn-raw", (128, 65, 16), slots=24, device=DEVICES[backend], **TINY)
     table = [[10, 11, 12], [14, -1, 0], [0, 1, 2]]
     x |= {"checkpoint_indices": slots(table, x), "checkpoint_every": 64, "batch_invariant": batch_invariant}
@@ -337,7 +338,7 @@ def test_launches(monkeypatch):
 
 
 def test_the_truth_is_the_definition():
-    """Of a sequence without a window a first token meets the last tap alone."""
+    """The first token of a sequence without a window meets the last tap alone."""
     x = make_prompts("gdn", (2,), bias=False) | {"has_initial_state": torch.tensor([False])}
     q, *_ = convolved(x, x["convolution"])
     first = x["q"][0, 0].double() * x["convolution"].weight[:16, -1].double()

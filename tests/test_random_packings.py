@@ -83,7 +83,7 @@ def test_a_pool_of_hopper(launched):
 
 @pytest.fixture(scope="module")
 def results():
-    """Of a round on a pool: results that are right."""
+    """Returns a round on a pool and its results, which are right."""
     made = make(POOL, draws=4, sequences=8, tokens=200)
     o, pool = made.run("torch")
     assert made.judge(o, pool)[0] == []

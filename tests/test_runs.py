@@ -280,7 +280,7 @@ def test_a_signal_saves_the_step_it_came_in(text, tmp_path, monkeypatch, number,
 
 
 def test_an_ignored_signal_stays_ignored(text, tmp_path, monkeypatch, heard):
-    """As Ctrl-C is where a shell runs a command in the background."""
+    """Ctrl-C is ignored where a shell runs a command in the background. It stays so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     at_step(monkeypatch, 3, lambda trainer: signal.raise_signal(signal.SIGINT))
     result = flash("train", text, "--out", tmp_path, *TINY.split())

@@ -95,7 +95,7 @@ def test_graph_of_packed_drafts(kind):
 
 @pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
 def test_pools_of_more_than_two_to_the_31_numbers(v_first):
-    """The same bits as in a small pool with slots as far apart, and nothing else touched."""
+    """The bits are those of a small pool with slots as far apart. Nothing else is touched."""
     x = draft("gdn-raw", pool=torch.bfloat16, v_first=v_first)
     far = 2**31 // (4 * 128 * 128) + 100
     pool = torch.zeros(far + 40, 4, 128, 128, dtype=torch.bfloat16, device="cuda")

@@ -14,7 +14,7 @@ LENGTHS = [3, 0, 1, 4, 2]  # of five rows
 
 
 def packed(x, lengths, behind=0):
-    """The same call, packed; ``behind`` the last row are tokens that are nobody's, which are NaN."""
+    """Returns the call, packed. ``behind`` the last row are tokens that are nobody's, which are NaN."""
     bounds = torch.tensor([0, *lengths], dtype=torch.int32, device=x["q"].device).cumsum(0, dtype=torch.int32)
 
     def pack(t):
@@ -26,7 +26,7 @@ def packed(x, lengths, behind=0):
 
 
 def padded(o, lengths):
-    """Of the other call, [B, T, ...]."""
+    """Returns the outputs of a packed call as rows, [B, T, ...]."""
     rows = o.new_zeros(len(lengths), max(lengths), *o.shape[2:])
     for row, part in zip(rows, o[0].split([*lengths, o.shape[1] - sum(lengths)]), strict=False):
         row[: len(part)] = part

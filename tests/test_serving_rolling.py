@@ -14,12 +14,12 @@ backends = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", m
 
 
 def inputs_of(x):
-    """Of the convolution, [B, T, D]."""
+    """Returns the convolution's inputs, [B, T, D]."""
     return torch.cat([x[name].flatten(2) for name in ("q", "k", "v")], 2)
 
 
 def run_rolling(kind, x, conv, backend):
-    """As `run_step`."""
+    """Runs a call with rolling windows. Returns what `run_step` returns."""
     pools = {name: x[name].clone() for name in ("state_pool", "write_pool") if name in x}
     windows = conv[0].clone()
     convolution = Convolution(windows, *conv[1:], rolling=True)

@@ -20,7 +20,7 @@ def empty(t, rows, T):
 
 
 def targets(rows, x):
-    """Of two rows of four tokens in the nine slots, or in the three rows."""
+    """Returns the indices of two rows of four tokens, in the nine slots or in the three rows."""
     return slots([2, 0] if rows else [[8, 1, 5, 3], [0, 7, 2, 4]], x)
 
 

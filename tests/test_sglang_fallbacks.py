@@ -108,7 +108,7 @@ def test_a_kernel_that_somebody_chose(caplog):
 
 
 def test_trees_have_a_kernel_of_their_own():
-    """As SGLang's dispatcher for Gated DeltaNet has it."""
+    """A dispatcher may have a kernel for trees only, as SGLang's has for Gated DeltaNet."""
     dispatcher = make("gated_delta_rule", FlashInferGDNKernel)
     dispatcher.tree_verify_kernel = TritonGDNKernel()
     assert verify(dispatcher, 4) == THEIRS

@@ -68,7 +68,7 @@ class Dispatcher:
 
 @dataclass
 class BatchMetadata:
-    """Of the running batch, if it is not in a CUDA graph."""
+    """The metadata of the running batch, if it is not in a CUDA graph."""
 
     mamba_cache_indices: torch.Tensor
     mamba_track_indices: torch.Tensor | None

@@ -26,7 +26,7 @@ def tracked():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Of what is compiled once."""
+    """Returns a folder for what is compiled once."""
     return tmp_path_factory.mktemp("driver")
 
 

@@ -26,7 +26,7 @@ MEMORY = 11  # tensors: o, final state, what is saved, maps of segments, five gr
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Of what is compiled once."""
+    """Returns a folder for what is compiled once."""
     return tmp_path_factory.mktemp("driver")
 
 
@@ -104,7 +104,7 @@ def rule_step(T, width):
 
 
 def step_around(T, kind):
-    """The same of what is around the rule."""
+    """Returns what `rule_step` returns, for what is around the rule."""
     from flash_delta import fused_kda_gate
     from flash_delta.kernels.triton.elementwise import backend
     from flash_delta.modules import causal_conv1d, rms_norm
@@ -123,8 +123,9 @@ def step_around(T, kind):
 
 
 def addresses_of_passes(place, make_step, kind, contiguous, pointers):
-    """Of some steps on other tensors each: whether the kernels of the backward pass got the gradients' addresses; and
-    None for every time that a backward pass was looked at. ``pointers``: so many parameters of a kernel are noted."""
+    """Runs some steps, each on other tensors. Returns whether the kernels of the backward pass got the gradients'
+    addresses; and None for every time that a backward pass was looked at. ``pointers``: so many parameters of a kernel
+    are noted."""
     from pretended_gpu import pretended_gpu
 
     from flash_delta.kernels.runtime import cuda_driver

@@ -75,7 +75,7 @@ def test_against_the_recurrence(case, dtype, changes):
     ],
 )
 def test_states_of_chunks(case, dtype, changes, gradients):
-    """As the torch backend has them, and gradients are as without them."""
+    """States of chunks are those of the torch backend. With them gradients are as without them."""
     case, dtype = replace(BY_NAME[case], **{"H": 1, "HV": 1} | changes), getattr(torch, dtype)
 
     def states(dtype, backend):
@@ -121,7 +121,8 @@ def changed(x, dtype):
 
 
 def gradients(x, backend, until=None, op=KDA.op):
-    """Of a loss on the outputs, of the first ``until`` tokens or of all, and the final state."""
+    """Returns the gradients of a loss: the sum of the first ``until`` outputs, or of all outputs and the final
+    state."""
     o, state = op(**x, output_final_state=True, backend=backend)
     loss = o.sum() + state.sum() if until is None else o[:, :until].sum()
     return torch.autograd.grad(loss, list(x.values()))
@@ -198,7 +199,8 @@ def problem_of(x):
 
 
 def test_descriptors_and_pointers_load_what_channel_wrote():
-    """As in test_triton_kernels.py: the interpreter has them, a CPU does not choose them."""
+    """Both ways load the same numbers. The interpreter has descriptors, but a CPU does not choose them (as in
+    test_triton_kernels.py)."""
     x = changed(mixed(70), torch.bfloat16)
     inputs = Inputs(*(x[name].detach() for name in ("q", "k", "v", "g", "beta")))
     p = problem_of(x)

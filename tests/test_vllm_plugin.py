@@ -141,7 +141,7 @@ def index(*values):
 
 
 def options(layer, rolling=False):
-    """Of the ops, as one would write them for this layer."""
+    """Returns the options of the ops, as one would write them for this layer."""
     windows = Convolution(layer.kv_cache[0].clone().mT, layer.conv1d.weight[:, 0], rolling=rolling)
     return {
         "state_pool": layer.kv_cache[1].clone(), "state_v_first": True, "convolution": windows, "null_slot": 0,
@@ -227,8 +227,8 @@ WHERE = {  # the tokens of two drafts: alone, on both sides of a prompt's tokens
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("odd", [True, False])
 def test_drafts(batch, monkeypatch, where, known, odd):
-    """Of different lengths. Nothing is gathered, and no output is copied, if drafts come first and vLLM tells the host
-    (``known``). Of the gates the addresses may be ``odd``."""
+    """Drafts have different lengths. Nothing is gathered, and no output is copied, if drafts come first and vLLM tells
+    the host (``known``). The gates' addresses may be ``odd``."""
     layer, (count, where) = qwen(drafts=DRAFTS), WHERE[where]
     alone, first = count == 5, where[-1] == 4
     x, a, b = torch.randn(count, D), torch.randn(count, HV), torch.randn(count, HV)
@@ -453,7 +453,7 @@ def test_a_layer_whose_kernels_fail_while_vllm_profiles_runs_on_vllms_own_code(b
 
 
 def test_a_version_without_a_layer_or_with_one_that_cannot_be_imported(batch, monkeypatch, caplog):
-    """Of the first nothing is said."""
+    """Nothing is said about the first. The second gives a warning."""
     monkeypatch.delitem(sys.modules, plugin.MODELS + ".bailing_moe_v3")
     monkeypatch.setattr(plugin, "find_spec", lambda name: None if "bailing" in name else name)
     broken = ModuleType("broken")

@@ -410,7 +410,7 @@ def test_tables_of_slots_compile_nothing(process):
 
 
 def scratch(target):
-    """Of scans with descriptors: what is planned for, and what the compiler asks for."""
+    """Returns what is planned for scans with descriptors, and what the compiler asks for."""
     from flash_delta.compiler.cases import rule, serving
     from flash_delta.compiler.offline import offline
     from flash_delta.kernels.runtime.chip import Chip

@@ -44,7 +44,7 @@ def make(folder, text, changes, layout, dtype=torch.float64):
 
 
 def dtype_of(name):
-    """Of the parameters."""
+    """Returns the parameters' dtype."""
     return torch.float32 if name == "bfloat16" else torch.float64
 
 
@@ -87,7 +87,7 @@ def locked(folder, text):
 
 
 def compiled_gradients(rank):
-    """Of a block in one graph under FSDP2, each rank on a row of its own: their mean."""
+    """Returns the ranks' mean gradients of a block in one graph under FSDP2. Each rank has a row of its own."""
     model = tiny_model(torch.float64, MIXERS[:1])
     for block in model.model.layers:
         block.compile(backend="eager", fullgraph=True)
@@ -97,7 +97,8 @@ def compiled_gradients(rank):
 
 
 def gradients_in_bfloat16(rank, device="cpu", *kind):
-    """Of a model with bfloat16 weights and float32 gates under FSDP2, each rank on a row of its own: their mean."""
+    """Returns the ranks' mean gradients of a model with bfloat16 weights and float32 gates under FSDP2. Each rank has a
+    row of its own."""
     model = shard(tiny_model(torch.bfloat16, *kind).to(device))
     loss_of_row(model, rank).backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
@@ -119,7 +120,7 @@ def assert_gradients_in_bfloat16(found, device="cpu", *kind):
 
 
 def fresh_parameters():
-    """Of a model that has values only after it was sharded."""
+    """Returns the parameters of a model that has values only after it was sharded."""
     with torch.device("meta"):
         model = shard(tiny_model(torch.bfloat16))
     model.to_empty(device="cpu").init_weights()
@@ -138,7 +139,8 @@ def loss_of_row(model, row, tokens=40):
 
 
 def sharded_gradients(rank, device, dtype):
-    """Of a model whose parameters this library's training shards, each rank on a row of its own: their mean."""
+    """Returns the loss and the ranks' mean gradients of a model whose parameters this library's training shards. Each
+    rank has a row of its own."""
     model = tiny_model(torch.float32, MIXERS[:2], WIDE).to(device)
     Ranks.of(Layout(), device).distribute(model, dtype)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -148,7 +150,7 @@ def sharded_gradients(rank, device, dtype):
 
 
 def gradients_alone(rows, device, dtype):
-    """The same of one process, and the loss of each row."""
+    """Returns the loss of each row and the gradients of one process."""
     model = tiny_model(torch.promote_types(dtype, torch.float32), MIXERS[:2], WIDE).to(device)
     with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         losses = torch.stack([loss_of_row(model, row, 150) for row in range(rows)])

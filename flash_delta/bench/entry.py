@@ -171,7 +171,8 @@ class Entry:
 
 
 def drawn(workload: Workload, draw: random.Random) -> Workload:
-    """With random lengths. Of up to `STEPPED` tokens fla's layers make another call than the one that was timed."""
+    """The workload with random lengths. With up to `STEPPED` tokens, fla's layers make another call than the one that
+    was timed. So their lengths are greater."""
     decode = workload.kind == "decode"
     N = draw.randint(1, 256 if decode else 16)
     least = STEPPED // N + 1 if workload.of_fla else 1

@@ -43,8 +43,8 @@ def host(group: Group) -> Table:
 
 
 def memory(group: Group) -> Table:
-    """What steps keep for the backward pass, what they need at most, and for which share of an eager step the GPU waits
-    for the host: the CUDA graph of the same step has no host to wait for."""
+    """Memory that steps keep for the backward pass, the most that they need, and the share of an eager step in which
+    the GPU waits for the host. The CUDA graph of the same step has no host to wait for."""
     rows = []
     for row, name, forms in _lines(group):
         costs = [forms[form].costs if form in forms else None for form in FORMS]

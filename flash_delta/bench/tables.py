@@ -119,8 +119,8 @@ def eager(group: Group) -> Table:
 
 
 def bandwidth(group: Group) -> Table:
-    """For decoding, which is bound by memory: the bytes that must move over the time, as a share of the copy rate. What
-    is copied at this rate is large. The last column is the share that a copy of the row's own bytes reaches."""
+    """Shares of the copy rate in decoding, which is bound by memory: the bytes that must move, over the time. The rate
+    is that of large copies. The last column is the share that a copy of the row's own bytes reaches."""
     names, rows = contestants(group), []
     for row, results in group.rows().items():
         if group.ceilings is not None and results[0].workload.kind == "decode":
@@ -177,7 +177,7 @@ def accuracy(group: Group) -> Table:
 
 
 def _of_any_layer(tensor: str) -> str:
-    """Without the number of the layer: d3.A_log is the gradient of one of the parameters A_log."""
+    """Removes the number of the layer: d3.A_log is the gradient of one of the parameters A_log."""
     return re.sub(r"^d\d+\.", "d", tensor)
 
 

@@ -36,7 +36,7 @@ def require_writable(option: str, file: Path) -> None:
 
 @contextmanager
 def reading(option: str, file: Path, writer: str) -> Iterator[None]:
-    """For code that reads a file: if the contents are wrong, the error names the file."""
+    """Runs code that reads a file. If the contents are wrong, the error names the file."""
     try:
         yield
     except json.JSONDecodeError as error:

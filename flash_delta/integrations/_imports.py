@@ -11,7 +11,8 @@ from typing import Any
 
 
 class AfterImport(MetaPathFinder):
-    """In ``sys.meta_path``: calls ``look`` with every module whose name matches, once it has been executed."""
+    """Calls ``look`` with every module whose name matches, once it has been executed. It stands in
+    ``sys.meta_path``."""
 
     def __init__(self, names: re.Pattern[str], look: Callable[[ModuleType], None]):
         self.names = names

@@ -142,7 +142,7 @@ class _Layout(NamedTuple):
         return x if self.valid is None else x.where(self.valid[..., None], 0)
 
     def within(self, seq_idx: Tensor | None) -> _Layout:
-        """The same layout, where each token also attends only within its own document; seq_idx [B or 1, T]."""
+        """Returns a layout in which each token also attends only within its own document; seq_idx [B or 1, T]."""
         if seq_idx is None:
             return self
         same = (seq_idx[:, :, None] == seq_idx[:, None, :])[:, None]  # [B or 1, 1, T, T]

@@ -91,7 +91,7 @@ def convolve_token(x: Convolved, activation: str | None, backend: str | None) ->
 
 
 def convolve_column(x: Convolved, activation: str | None) -> Tensor:
-    """As `convolve_token`, for x and y [N, D, 1]. A known call makes no views, which take as long as its launch."""
+    """Runs `convolve_token` for x and y [N, D, 1]. A known call makes no views, which take as long as its launch."""
     given = (None, _describe_column, "causal_conv1d_update", activation)
     known = recall(given, x)
     if known is None or known.needs_grad:

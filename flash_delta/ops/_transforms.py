@@ -51,9 +51,9 @@ def refuse_transforms(op: str, names: Sequence[str], tensors: Sequence[Tensor | 
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """For ``backward(ctx, saved, *gradients)`` of an autograd Function with a ``ctx.op``. If somebody asks for a
-    derivative of the gradients, it is refused. PyTorch's once_differentiable would treat the gradients as constants if
-    the incoming gradient is a constant, as that of ``o.sum()``."""
+    """Wraps ``backward(ctx, saved, *gradients)`` of an autograd Function with a ``ctx.op``. A derivative of the
+    gradients is refused. PyTorch's once_differentiable would treat the gradients as constants if the incoming gradient
+    is a constant, as that of ``o.sum()``."""
 
     @wraps(backward)
     def refusing(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -45,7 +45,7 @@ class Borders:
 
     @cached_property
     def returned(self) -> list[tuple[int, ...]]:
-        """For the backward pass: numbers of received rows. Each tuple has a row to add to each of the W rows of each
+        """Numbers of received rows, for the backward pass. Each tuple has a row to add to each of the W rows of each
         piece that continues. Where no taker is left, the number is that of a row of zeros after the last one."""
         nothing = len(self.split.rows) * self.split.most_continued * self.W
         takers: list[list[int]] = []

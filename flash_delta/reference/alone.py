@@ -36,7 +36,7 @@ def backward(
     problem: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None,
     known: KnownCall | None = None,
 ) -> Inputs:  # fmt: skip
-    """The same gradients as `chunked.backward`."""
+    """Returns the gradients of `chunked.backward`. With ``batch_invariant`` sequences run one by one."""
     if not problem.batch_invariant or problem.N == 0:
         return chunked.backward(problem, x, saved, do, dfinal, known)
     given = x

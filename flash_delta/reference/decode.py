@@ -151,8 +151,8 @@ def refuse_shared(op: str, uses: list[Use]) -> None:
 
 
 def slots_read(s: Slots) -> list[tuple[list[int], int]]:
-    """For every row its slots, and the column of the slot that it reads. If the count is out of range, the slot is
-    -1."""
+    """Returns for every row its slots, and the column of the slot that it reads. If the count is out of range, the slot
+    is -1."""
     read = s.read_indices.tolist()
     if s.num_accepted_tokens is None:
         return [([slot], 0) for slot in read]

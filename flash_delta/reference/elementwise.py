@@ -81,7 +81,7 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
 
 
 def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None) -> Normalized:
-    """As `convolve_backward`."""
+    """The gradients, for callers inside of an autograd Function, where autograd does not record."""
     given = {name: t for name, t in x._asdict().items() if t is not None}
     _, differentiate = torch.func.vjp(lambda *tensors: normalize(p, Normalized(*tensors)), *given.values())
     return Normalized(**dict(zip(given, differentiate(dy), strict=True)))

@@ -89,7 +89,7 @@ def infer(member: Member, inputs: dict[str, Any], backend: str | None = None) ->
 
 
 def truth(member: Member, inputs: dict[str, Any]) -> Results:
-    """The same results from the recurrence in float64, by autograd, on the same (rounded) inputs."""
+    """The results of `run` from the recurrence in float64, by autograd, on the same (rounded) inputs."""
     x = {n: inputs[n].detach().double().cpu().requires_grad_() for n in TENSORS if n in inputs}
     o, final_state = recurrence(member, x, inputs)
     return with_gradients(o, final_state, x, inputs["v"].dtype)

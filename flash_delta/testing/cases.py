@@ -78,12 +78,12 @@ class Case:
     channel_floors: Floors | None = None  # the same for a gate per channel, if they differ
 
     def at_widths(self, K: int, V: int) -> "Case":
-        """The same problem with other widths."""
+        """Returns the problem with other widths."""
         return replace(self, name=f"{self.name} {K}x{V}", K=K, V=V, smoke=False)
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Those of `flash-delta check`."""
+        """The dtypes in which `flash-delta check` runs the case."""
         return ("float64", "float32", "bfloat16") if self.floors is None else ("bfloat16",)
 
     @property

@@ -53,7 +53,7 @@ def run_around(w: Workload, x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def judge_elementwise(w: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """For every result its error against float64, and that of PyTorch in the workload's own dtype."""
+    """Returns for every result its error against float64, and that of PyTorch in the workload's own dtype."""
     truth = run_around(w, {name: t.double() if t.is_floating_point() else t for name, t in x.items()})
     reference = run_around(w, x)
     return {

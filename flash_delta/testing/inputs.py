@@ -44,7 +44,7 @@ def make_inputs(
 
 
 def with_gaps(t: Tensor) -> Tensor:
-    """The same numbers, with three numbers between rows (in a vector, one between numbers)."""
+    """Returns the numbers with three numbers between rows (in a vector, one between numbers)."""
     return torch.nn.functional.pad(t, (0, 3))[..., :-3] if t.dim() > 1 else t.repeat_interleave(2)[::2]
 
 

@@ -52,7 +52,8 @@ def output_like(x: dict[str, Tensor]) -> Tensor:
 
 
 def judge(workload: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """For each result (o, final_state, dq, ...) its error, and the torch backend's with products in the same dtype."""
+    """Returns for each result (o, final_state, dq, ...) its error, and the torch backend's with products in the same
+    dtype."""
     heads = some_heads(workload, x)
     do = some_heads(workload, {"o": output_gradient(x)})["o"]
     wide = {name: t.double() if t.is_floating_point() else t for name, t in heads.items()}

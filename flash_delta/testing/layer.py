@@ -105,7 +105,7 @@ def results_of_layer(w: Workload, x: dict[str, Tensor], dy: Tensor) -> dict[str,
 def judge_layer(
     w: Workload, x: dict[str, Tensor], results: dict[str, Tensor], dy: Tensor
 ) -> dict[str, tuple[float, float]]:
-    """For every result its error against float64, and that of PyTorch in the layer's own dtype."""
+    """Returns for every result its error against float64, and that of PyTorch in the layer's own dtype."""
     wide = {name: t.double() if t.is_floating_point() else t for name, t in x.items()}
     truth = results_of_layer(w, wide, dy.double())
     reference = results_of_layer(w, x, dy)

@@ -12,7 +12,7 @@ os.environ |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # functions for its wo
 
 
 def prompts() -> list[list[int]]:
-    """Of 15 to 640 tokens; the last two begin alike."""
+    """Makes prompts of 15 to 640 tokens. The last two begin alike."""
     import torch
 
     gen = torch.Generator().manual_seed(0)
@@ -55,7 +55,8 @@ def counted_calls(_: Any) -> dict[str, int]:
 
 
 def complete(llm: Any) -> list[tuple[list[int], list[float], int]]:
-    """Of each prompt the most likely 40 tokens, their log-probabilities, and the tokens from the prefix cache."""
+    """Returns for each prompt the most likely 40 tokens, their log-probabilities, and how many tokens came from the
+    prefix cache."""
     from vllm import SamplingParams
 
     sampling, found = SamplingParams(temperature=0, max_tokens=40, logprobs=1, detokenize=False, ignore_eos=True), []

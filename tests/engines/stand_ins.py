@@ -20,7 +20,7 @@ class Nothing(metaclass=_Any):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Of some packages every module, and in these every name."""
+    """Finds every module of some packages, and in these modules every name."""
 
     def __init__(self, packages):
         self.packages = packages

@@ -228,7 +228,7 @@ def assert_like(a, b, rounded):
 @pytest.mark.parametrize("kind", ["batch", "padded", "packed"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_train(name, kind):
-    """The same with fla's own kernels."""
+    """A layer trains alike with fla's kernels and with ours."""
     layer, rounded = make(name), name == "DeltaNet"
     x = torch.randn(1 if kind == "packed" else 2, T, 32)
     if rounded:  # fla's chunk op does not take float32
@@ -465,7 +465,7 @@ CALLS += [(around, n) for n in ("gdn gate", "kda gate", "bounded gate", "convolu
 
 @pytest.mark.parametrize(("group", "name"), CALLS, ids=lambda x: x if isinstance(x, str) else "")
 def test_kernels_of_fla(group, name):
-    """The same call by fla and by ours."""
+    """A call has the same results by fla and by ours."""
     results = []
     for take in (may_refuse, register):
         torch.manual_seed(0)

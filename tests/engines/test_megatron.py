@@ -19,7 +19,7 @@ BOUNDS = [0, 13, 40, 70]
 
 
 class Tracker:
-    """Of random states, which Megatron has for GPUs only."""
+    """Stands for Megatron's tracker of random states, which Megatron has for GPUs only."""
 
     def fork(self):
         return contextlib.nullcontext()

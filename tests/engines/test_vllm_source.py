@@ -33,7 +33,7 @@ print(*plugin._active)"""
 
 
 def output(code, **environment):
-    """Of a process that has no other wish about the plugin than ``environment``."""
+    """Returns the lines that a process prints. The process has no other wish about the plugin than ``environment``."""
     given = {name: value for name, value in os.environ.items() if name != calls.VARIABLE} | environment
     ran = subprocess.run([sys.executable, "-c", code], check=True, env=given, capture_output=True, text=True)
     return (ran.stderr + ran.stdout).splitlines()

@@ -42,7 +42,7 @@ class Steps:
         self.engine, self.rows, self.tokens, self.new, self.launched = engine, rows, tokens, new, 0
 
     def __iter__(self) -> Iterator[tuple[float, int]]:
-        """Of every step that gave tokens: seconds since the prompts came, and how many tokens."""
+        """Yields for every step that gave tokens: the seconds since the prompts came, and how many tokens."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -61,7 +61,7 @@ class Steps:
 
 
 def tokens_per_second(engine: Any, rows: int, steps: int) -> float:
-    """Of the steps in which every row decodes a token."""
+    """Returns the tokens per second in steps where every row decodes a token."""
     times = [seconds for seconds, given in Steps(engine, rows, CONTEXT, steps) if given == rows]
     return rows * (len(times) - 1) / (times[-1] - times[0])
 
@@ -87,7 +87,7 @@ def profiled(run: Callable[[], int]) -> tuple[float, list[tuple[str, int, float]
 
 
 def gpu_of_decoding(engine: Any, rows: int, steps: int) -> tuple[float, list[tuple[str, int, float]]]:
-    """Of steps in which every row decodes a token."""
+    """Profiles steps in which every row decodes a token."""
     run = Steps(engine, rows, CONTEXT, SETTLED + 2 * steps + 4)
     given = iter(run)
     decoding = (tokens == rows for _, tokens in given)
@@ -107,7 +107,7 @@ def gpu_of_decoding(engine: Any, rows: int, steps: int) -> tuple[float, list[tup
 
 
 def gpu_of_prompts(engine: Any, rows: int, tokens: int) -> tuple[float, list[tuple[str, int, float]]]:
-    """Of prompts, all their steps together."""
+    """Profiles all steps of some prompts together."""
     return profiled(lambda: len(list(Steps(engine, rows, tokens, 1))) > 0)
 
 

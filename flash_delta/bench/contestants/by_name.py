@@ -1,6 +1,7 @@
 """This library, called in other ways: on a backend that the call names, or by fla's layers.
 
-Beside the former one sees what its own choice costs, and beside the latter what its own layer does.
+A row with a backend by name shows what the library's own choice costs. A row with fla's layers shows what our own layer
+does.
 """
 
 import torch
@@ -27,7 +28,7 @@ class ByName:
 
 
 class Registered:
-    """The same for fla's layer after ``register()``."""
+    """What a contestant's module exports, for fla's layer after ``register()``."""
 
     PACKAGE, CACHES = flash_delta.PACKAGE, flash_delta.CACHES
 

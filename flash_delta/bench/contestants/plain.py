@@ -55,7 +55,8 @@ def _step_in_several_calls(workload: Workload, x: dict[str, Tensor]) -> Call:
 
 
 def _single_tokens(workload: Workload, x: dict[str, Tensor]) -> Call:
-    """Token t of every draft in one call. Of drafts that differ in length, those that have one are gathered before."""
+    """Decodes token t of every draft in one call. If drafts differ in length, the drafts that have a token t are
+    gathered first."""
     inputs, chosen = flash_delta.without_state(x), activations(workload)
     pool, read, write, states = draft_pool(workload, x)
     bounds, calls, places = inputs.pop("cu_seqlens", None), [], []

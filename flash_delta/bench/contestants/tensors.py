@@ -54,8 +54,8 @@ def pool_of(x: dict[str, Tensor], states: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def draft_pool(workload: Workload, x: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same for drafts, whose tokens have a state each. A shorter draft leaves its last state in the same slot. The
-    columns that it does not need are -1."""
+    """Returns the results of `pool_of` for drafts, whose tokens have a state each. A shorter draft leaves its last
+    state in the same slot. The columns that it does not need are -1."""
     pool, read, write, states = pool_of(x, workload.T)
     for row, length in zip(write, workload.lengths, strict=False):  # there may be no lengths
         row.copy_(torch.cat([row[workload.T - length :], row.new_full((workload.T - length,), -1)]))

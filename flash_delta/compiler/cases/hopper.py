@@ -57,7 +57,7 @@ def batched() -> tuple[Problem, Inputs]:
 
 
 def alike() -> tuple[Problem, Inputs]:
-    """As many key heads as value heads, with norms. A program of `rates` then has one head."""
+    """A call with as many key heads as value heads, with norms. A program of `rates` then has one head."""
     p, x = problem_of(RuleCase())
     return p._replace(H=p.HV, l2norm=True), x._replace(q=x.v, k=x.v)
 
@@ -65,7 +65,7 @@ def alike() -> tuple[Problem, Inputs]:
 def channels(
     *, packed: bool, raw: bool = True, lower_bound: float | None = None, g_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Problem, Inputs]:
-    """A decay per channel. Without ``packed`` there are no norms, no logits of beta and no initial states."""
+    """A call with a decay per channel. Without ``packed`` it has no norms, no logits of beta and no initial states."""
     p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=lower_bound))
     p, x = p._replace(g_dtype=g_dtype), x._replace(g=x.g.to(g_dtype))
     if packed:
@@ -77,7 +77,7 @@ def channels(
 def channel_gradients(
     *, raw: bool, bound: float | None = None, g_dtype: torch.dtype = torch.float32, l2norm: bool = True
 ) -> tuple[Problem, Inputs]:
-    """As many key heads as value heads. Norms and a float32 g take the most shared memory."""
+    """A backward pass with as many key heads as value heads. Norms and a float32 g take the most shared memory."""
     p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=bound))
     x = x._replace(q=x.v, k=x.v, g=x.g.to(g_dtype))
     return p._replace(H=p.HV, needs_grad=True, g_dtype=g_dtype, l2norm=l2norm), x

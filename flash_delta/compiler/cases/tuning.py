@@ -105,7 +105,7 @@ def make_decoding(
     device: torch.device | str, B: int = 128, T: int = 1, H: int = 16, HV: int = 32, K: int = 128, V: int = 128,
     dtype: torch.dtype = torch.bfloat16, *, pool: torch.dtype, v_first: bool,
 ) -> Tensors:  # fmt: skip
-    """As `make`, for decoding. States are read from the first half of a pool and written to the second."""
+    """Makes a decoding call as `make` does. States are read from the first half of a pool and written to the second."""
     states = torch.randn(2 * B, HV, *((V, K) if v_first else (K, V)), device=device).to(pool)
     slots = torch.arange(2 * B, dtype=torch.int32, device=device)
     made = make(device, B, T, H, HV, K, V, dtype)

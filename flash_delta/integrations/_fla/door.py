@@ -33,7 +33,8 @@ class Taken(NamedTuple):
 
 
 class Door:
-    """For one function of fla: ``refusal`` says why a call stays with fla, ``run`` calls our function."""
+    """The way of calls of one function of fla. ``refusal`` says why a call stays with fla, and ``run`` calls our
+    function."""
 
     def __init__(self, taken: Taken, theirs: Callable[..., Any]):
         parameters = signature(theirs).parameters.values()

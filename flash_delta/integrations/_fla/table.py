@@ -69,7 +69,7 @@ def _kda(op: Callable[..., Any]) -> Refusal:
 
 
 def _one_pass(q: Tensor, **arguments: Any) -> str | None:
-    """Both passes of a call get the same answer, since fla's cannot continue ours."""
+    """Why a call stays with fla in both passes, or None. fla's backward pass cannot continue our forward pass."""
     if arguments.get("cp_context") is not None:
         return "cp_context: expected None"
     given = {name: arguments[name] for name in arguments.keys() & signature(chunk_gated_delta_rule).parameters}

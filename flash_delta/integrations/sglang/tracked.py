@@ -29,7 +29,8 @@ class Tracked(NamedTuple):
 
 
 def find_tracked(dispatcher: Any, cache_indices: Tensor, track_chunk_idx: Tensor) -> Tracked | None:
-    """None if these tensors are not those of the running batch, so that its slots may be others."""
+    """Where the states that SGLang keeps go. None if these tensors are not those of the running batch, because its
+    slots may be others."""
     backend = vars(dispatcher).get("_flash_delta_backend")
     for batch, indices, slots in (
         (getattr(backend, "prefill_graph_metadata", None), "cache_indices", "track_dst"),
@@ -69,7 +70,8 @@ def keep(
 def keep_in_graph(
     theirs: Callable, ssm_pool: Tensor, h_track: Tensor, track_mode: Tensor, track_dst: Tensor, cache_indices: Tensor
 ) -> None:
-    """The same in a CUDA graph."""
+    """SGLang's copies after prompts in a CUDA graph. If the buffer is marked, only states at the end of a prompt are
+    copied."""
     if is_marked(h_track):
         track_mode = track_mode & MODES["TRACK_FINAL_STATE"]
     theirs(ssm_pool, h_track, track_mode, track_dst, cache_indices)

@@ -111,7 +111,8 @@ def chunk_kda(
     allow_neg_eigval: bool | None = None,
     **others: Any,
 ) -> Result:
-    """As above. These models pass the bounds under the name that attention uses."""
+    """Runs whole rows, or the sequences packed in a row; ``initial_state`` [B, HV, K, V]. These models pass the bounds
+    under the name that attention uses."""
     g = _separated("chunk_kda", g, cu_seq_lens_q, seq_idx, initial_state)
     return flash_delta.chunk_kda(
         query,

@@ -108,7 +108,7 @@ def scalar_core_with_norm(
 
 
 def scalar_core_packed(theirs: Callable, module: Any, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor) -> None:
-    """Like vLLM's method, which also tunes vLLM's own kernels while it profiles."""
+    """Does what vLLM's method does, without tuning vLLM's own kernels while it profiles."""
     values = module.num_v_heads // module.tp_size * module.head_v_dim
     mixed_qkv, gate = mixed_qkvz.split([mixed_qkvz.shape[-1] - values, values], -1)
     b, a = module.split_ba(ba)
@@ -133,7 +133,7 @@ def bailing_core(
     theirs: Callable, module: Any, q_proj_states: Tensor, k_proj_states: Tensor, v_proj_states: Tensor, g1: Tensor,
     beta: Tensor, core_attn_out: Tensor,
 ) -> None:  # fmt: skip
-    """For a layer that has log decays, the sigmoid of beta, and separate convolutions for q, k and v."""
+    """Runs a layer that has log decays, the sigmoid of beta, and separate convolutions for q, k and v."""
 
     def layer_of(caches: Any) -> tuple[Layer, Tokens]:
         q, k, v = (

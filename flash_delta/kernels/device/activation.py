@@ -44,8 +44,8 @@ def strength(z, top):
 
 @triton.jit
 def spread(x):
-    """The same vector, with one element per thread. After a reduction every thread has the elements of a whole row, and
-    the compiler would keep this layout. It keeps none across a gather."""
+    """Returns the same vector with one element per thread. After a reduction every thread has the elements of a whole
+    row, and the compiler would keep this layout. A gather gives up the layout."""
     return tl.gather(x, tl.arange(0, x.shape[0]), 0)
 
 

@@ -31,7 +31,8 @@ def whole_rows(V):
 
 
 def count_slots(problem: Problem, length: int = C) -> int:
-    """The most chunks, or segments of ``length`` tokens, that there can be, with those after the last sequence."""
+    """The greatest number of chunks, or of segments of ``length`` tokens, that there can be, with those after the last
+    sequence."""
     T = problem.T
     return T // length + problem.N + 1 if problem.packed else problem.N * -(-T // length)
 
@@ -47,9 +48,9 @@ def follow(OVERLAP: tl.constexpr):
     soon as that kernel is launched, and the next kernel may get it. So of two kernels with descriptors the second must
     not come directly after the first, and the kernel between them must not ``lead``.
 
-    A kernel that waits for the one before it also waits for those before that one, but only if that one has waited for
-    them. So programs that find nothing to do call this, too, if it is possible that all programs of their kernel find
-    nothing: all sequences may be SHORT.
+    If kernel C waits for kernel B, and B has waited for kernel A, then C has waited for A, too. If B has not waited, A
+    may still run. So programs that find nothing to do also call this if all programs of their kernel may find nothing:
+    all sequences may be SHORT.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -64,10 +65,11 @@ def lead(OVERLAP: tl.constexpr):
 
 @triton.jit
 def load_bound(cu_seqlens, n, known, T):
-    """Where sequence n begins, which is where the one before it ends; 0 for sequences that are not ``known``.
+    """The token at which sequence n begins, and the one before it ends; 0 for sequences that are not ``known``.
 
     The host never reads these bounds, so it cannot check them. Wrong ones are moved into the row, 0 <= bound <= T,
-    before they become 32-bit numbers. Results are then undefined, but no kernel reads or writes outside of its tensors.
+    before they become 32-bit numbers. Results are then undefined, but no kernel reads or writes outside of its
+    tensors.
     """
     return tl.minimum(tl.maximum(tl.load(cu_seqlens + n, mask=known, other=0), 0), T).to(tl.int32)
 
@@ -85,7 +87,8 @@ def bounds(n, cu_seqlens, N, T, C, PACKED: tl.constexpr):
 
 @triton.jit
 def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
-    """For a slot of C tokens: the sequence, its batch row, first token and end, and the slot's number in it."""
+    """Returns, for a slot of C tokens, its sequence, its batch row, the sequence's first token and end, and the slot's
+    number in the sequence."""
     if PACKED:
         row, n = slot * 0, slot * 0 - 1
         for i in range(0, N + 1, 128):
@@ -102,8 +105,8 @@ def find_slot(slot, cu_seqlens, N, T, C, PACKED: tl.constexpr):
 
 @triton.jit
 def find_chunk(slot, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr = 0):
-    """For a slot: the sequence, its batch row, the chunk's first token, the sequence's end. ``token >= stop``: no
-    chunk.
+    """Returns, for a slot, its sequence, its batch row, the chunk's first token and the sequence's end. There is no
+    chunk if ``token >= stop``.
 
     Sequences of up to SHORT tokens have no chunks: `decode` runs them.
     """

@@ -110,8 +110,8 @@ def _unsupported_pool(p: Problem) -> str | None:
 
 
 def preference(p: Problem) -> tuple[int, str | None]:
-    """Before ``triton``, or after it with a reason. It must not depend on lengths or on the number of sequences, or
-    else the other backend would be compiled later, during the work.
+    """This backend's preference: above that of ``triton``, or below it with a reason. It must not depend on lengths or
+    on the number of sequences, or else the other backend would be compiled later, during the work.
 
     From measurements on an H200 (for training with a decay per channel on an H100), with 132 multiprocessors
     (docs/notes): this backend is faster than ``triton``, except for one sequence of some 2,000 tokens on few heads of
@@ -215,7 +215,8 @@ def _prepare(
 
 
 def _prepare_listed(p: Problem, x: Inputs, outputs: Outputs, chip: Chip) -> tuple[Kernels, tuple[Tensor | None, ...]]:
-    """The same for packed sequences that the device lists, as on a pool where sequence n has slot n."""
+    """The launching function and memory of `_prepare`, for packed sequences that the device lists. Sequence n has slot
+    n, as on a pool."""
     o, final = outputs[:2]
     copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
     w = new_listed_walk(padded(p), chip)
@@ -317,8 +318,8 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
 
 def _for_backward(p: Problem) -> Workspace | None:
-    """The workspace of what the forward pass saves. None if the backward pass is that of ``triton``, which then
-    computes everything again: it keeps A in another form."""
+    """The workspace of what the forward pass saves. It is None if ``triton`` runs the backward pass. That pass computes
+    everything again, since it keeps A in another form."""
     if p.gate == "channel":
         return triton.for_backward(p)
     return None if by_hand.unsupported(p) else by_hand.for_backward(p)
@@ -340,8 +341,8 @@ def _new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Ten
 
 
 def _handed(walk: Walk | None, tape: Tape | None, *, planned: bool, saved: bool) -> tuple[Tensor, ...]:
-    """All memory that only kernels of a forward call use, except rates. ``planned``: maps are kept for the backward
-    pass. ``saved``: A is."""
+    """The memory that only kernels of a forward call use, except rates. ``planned``: maps are kept for the backward
+    pass, so they are left out. ``saved``: A is kept, too."""
     if walk is None:
         return () if tape is None else tape.memory
     return (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))

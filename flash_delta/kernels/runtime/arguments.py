@@ -35,8 +35,8 @@ def launch_rule(
 
 
 def state_unit(p: Problem) -> float:
-    """With a decay per channel, gradients of states in memory are divided by this number, which is the scale without
-    its sign. So no kernel has to multiply gradients of o by the scale and round them for the next product. It is 1 in
+    """The number by which gradients of states in memory are divided, with a decay per channel: the scale without its
+    sign. So no kernel has to multiply gradients of o by the scale and round them for the next product. It is 1 in
     float16, in which quotients may be too large, and for unusual scales."""
     usual = p.dtype != torch.float16 and 2.0**-20 < abs(p.scale) < 2.0**20
     return abs(p.scale) if usual else 1.0

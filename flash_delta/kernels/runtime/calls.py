@@ -76,9 +76,9 @@ def make_elementwise_call(
     p: ElementwiseProblem, x: ElementwiseInputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None,
     name: tuple | None = None,
 ) -> Call:  # fmt: skip
-    """The same for convolution, norm and gate. Their kernels are compiled for everything in a problem except T and N.
-    ``more``: gradients, which are no part of the call that ``known`` was made for. A call with these needs a ``name``
-    of its own, which contains their layouts."""
+    """Makes the call of a convolution, norm or gate, as `make_call` does for the rule. Kernels are compiled for
+    everything in a problem except T and N. ``more``: gradients, which are no part of the call that ``known`` was made
+    for. A call with these needs a ``name`` of its own, which contains their layouts."""
     name = kind if name is None else name
     shape = None if known is None else known.launches.get(name)
     if shape is None:

@@ -11,7 +11,7 @@ from flash_delta.problem import PACKAGE
 
 
 class Refused(Exception):
-    """Its text is the name of the kernel that would have been compiled."""
+    """Says that a kernel would have to be compiled. The text is the kernel's name."""
 
 
 _other: Any = None  # the previous hook

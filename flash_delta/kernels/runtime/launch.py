@@ -60,8 +60,8 @@ def run(
     """Calls ``kernels``, which launches, or repeats the launches of an earlier call of this shape.
 
     Before the first launch, all kernels that the call can ever launch are compiled in parallel, together with those of
-    a ``later`` call. ``made``: contiguous tensors for this call; a workspace is given as its buffer. ``spare``: the
-    same, but nobody needs them after the launch. ``left``: tensors that an earlier call has made for this one.
+    a ``later`` call. ``made``: contiguous results of this call; a workspace is given as its buffer. ``spare``:
+    contiguous tensors that only this call's kernels use. ``left``: tensors that the forward pass made for this call.
     """
     # While somebody instruments kernels, Triton compiles at each launch, and nothing is kept here.
     if c.shape.key not in _ready and (c.direct or (c.p.device.type == "cuda" and not profiled())):
@@ -147,7 +147,7 @@ def again(
 
 @contextmanager
 def _explained(c: Call) -> Iterator[None]:
-    """If a compilation is refused (forbid.py), adds to the error what is new in the call."""
+    """Adds to the error of a refused compilation (forbid.py) what is new in the call."""
     try:
         yield
     except Refused as refused:

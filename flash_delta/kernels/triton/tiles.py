@@ -249,7 +249,8 @@ def plan_endless(p: Problem, chip: Chip) -> Segments | None:
 
 
 def plan_back(p: Problem, chip: Chip) -> Segments | None:
-    """The same for the backward pass, also if the forward pass has written the states of chunks."""
+    """How long sequences are split in the backward pass, or None if that is not faster. The forward pass may have
+    written the states of chunks."""
     if p.N == 0 or plan_back_endless(p, chip) is None:
         return None
     return _fitting(p, _plan_back(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p)), 2)

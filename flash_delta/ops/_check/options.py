@@ -53,7 +53,7 @@ def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
 
 
 def cast(options: Options) -> Options:
-    """The same options as Python's own numbers. Raises ValueError if a value is not a number or out of range."""
+    """Returns the options with Python's own numbers. Raises ValueError if a value is not a number or out of range."""
     op, scale, bound, eps = options.op, options.scale, options.lower_bound, options.eps
     every, most, null, doubled = options.checkpoint_every, options.max_prompts, options.null_slot, options.neg_eigval
     if isinstance(scale, Tensor):  # the host would have to fetch its value, and its gradient would be lost

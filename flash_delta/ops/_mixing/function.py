@@ -92,7 +92,7 @@ class Mix(torch.autograd.Function):
 
 
 def _run_parts(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None, backend: str | None) -> Tensor:
-    """The same by ops of their own, for PyTorch's own operations and for tracers."""
+    """Runs convolution, rule and norm by ops of their own, for PyTorch's own operations and for tracers."""
     q, k, v, g, beta, z = split(x[PROJECTED], options.places)
     HK = q.shape[2] * q.shape[3]
     tokens = [

@@ -184,7 +184,8 @@ def by_head(p: Problem, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Ten
 
 
 def split(projected: Sequence[Tensor | None], places: Places) -> list[Tensor | None]:
-    """The same by PyTorch's usual operations, which autograd and compilers follow, with an axis of heads."""
+    """Makes the tensors of `open_places` by PyTorch's usual operations, which autograd and compilers follow, with an
+    axis of heads."""
     if not places:
         return list(projected)
     found = []

@@ -94,7 +94,7 @@ def _describe(
 
 
 def _some_lengths(x: Inputs, cu_seqlens_cpu: Tensor | None) -> tuple[int, ...] | None:
-    """For a tracer: () if the host will know the lengths, else None. The tracer cannot have their values."""
+    """Lengths for a tracer, which cannot have their values: () if the host will know them, else None."""
     known = x.cu_seqlens is None or x.cu_seqlens.device.type == "cpu" or cu_seqlens_cpu is not None
     return () if known else None
 

@@ -39,9 +39,9 @@ class Convolution(NamedTuple):
     With ``rolling`` a row's slot is column 0 of ``read_indices``, also in calls with ``num_accepted_tokens``. W is from
     2 to 4. L is at least W - 2 + T, and at least W - 2 plus the columns of ``read_indices``. Let a be the row's count
     of accepted tokens, or 1 in calls without counts. The call continues from the W - 1 inputs from input a - 1 on. If
-    it writes states, it leaves the W - 2 inputs from input a on and after them those of its T tokens, up to the first
-    token that is padding. The rest of the slot stays as it is. So with T = 1 the first W - 1 inputs are shifted by one.
-    A call with ``parent_idx`` is refused. A prefill reads the first W - 1 inputs of a slot. It leaves its last W - 1
+    it writes states, it leaves the W - 2 inputs from input a on, and after them the inputs of its T tokens before the
+    first padding token. The rest of the slot stays as it is. So with T = 1 the first W - 1 inputs are shifted by one. A
+    call with ``parent_idx`` is refused. A prefill reads the first W - 1 inputs of a slot. It leaves its last W - 1
     inputs at the start of the slot that it writes.
 
     Example:
@@ -101,7 +101,7 @@ PARAMETERS = ("convolution.weight", "convolution.bias", "output_norm.weight")
 def around_of(
     op: str, convolution: Convolution | None, norm: OutputNorm | None
 ) -> tuple[Around, float | None, str | None]:
-    """Their tensors, the norm's eps and its activation by its one name."""
+    """Returns the tensors of convolution and norm, the norm's eps, and its activation by its one name."""
     if convolution is None and norm is None:
         return NOTHING, None, None
     if not isinstance(convolution, Convolution | None):

@@ -71,8 +71,8 @@ def prefill_gated_delta_rule(
     Kernels check every index. On a GPU the host reads neither indices nor lengths, so a call can be captured in a CUDA
     graph and replayed with others. An index below 0, or of ``slots`` or more, is padding. A sequence that lacks a slot
     to read (if it has an initial state) or a slot to write (if there are ``write_indices``) gives zeros and writes
-    nothing. A checkpoint without a slot is not written. A slot that is written must not be used by another sequence,
-    nor written twice by one. On a CPU such a call is refused. On a GPU these sequences' results are undefined.
+    nothing. A checkpoint without a slot is not written. No sequence may use a slot that another one writes, and none
+    may write a slot twice. On a CPU such a call is refused. On a GPU these sequences' results are undefined.
 
     Args:
         q: queries ``[1, T, H, K]``; float16, bfloat16 or float32. q, k, v, g and beta may have any strides.

@@ -119,7 +119,7 @@ class Serving:
             refuse("Serving", "lower_bound", "None with rule 'gated_delta_rule'", self.lower_bound)
 
     def arguments(self, B: int, T: int, device: torch.device) -> dict[str, Any]:
-        """Of any serving op, except indices: zeros, and a pool of one slot."""
+        """The arguments of a serving op except indices. Tensors are zeros, and the pool has one slot."""
         slot = self.HV * self.K * self.V if self.slot is None else self.slot
         inner = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         size, strides = (1, self.HV, *inner), (slot, self.K * self.V, inner[1], 1)
@@ -146,17 +146,17 @@ class Serving:
         return x | ({"lower_bound": self.lower_bound} if self.rule == "kda" else {})
 
     def write_pool(self, T: int, device: torch.device) -> Tensor:
-        """Of one row, or of one slot."""
+        """Returns a write pool with one row or one slot."""
         inner = self.HV, *((self.V, self.K) if self.state_v_first else (self.K, self.V))
         pool = torch.empty(1, *self.places(T), *inner, dtype=self.write_dtype or self.state_dtype, device=device)
         return pool.as_strided(pool.shape, (self.write_slot or pool.stride(0), *pool.stride()[1:]))
 
     def places(self, T: int) -> tuple[int, ...]:
-        """Of a row of the write pool, for T tokens."""
+        """Returns the axis of places that a row of the write pool has for T tokens; () for a pool of slots."""
         return (T,) if self.write_rows else ()
 
     def convolution(self, device: torch.device, apart: tuple[int, ...] | None = None) -> Convolution:
-        """Of a pool of one slot. ``apart``: its write pool has one row with these `places`."""
+        """Returns a convolution with a pool of one slot. ``apart``: its write pool has one row with these `places`."""
         D, L = 2 * self.H * self.K + self.HV * self.V, self.conv_inputs or self.taps
         dtype = self.conv_dtype or self.dtype
         bias = torch.zeros(D, dtype=dtype, device=device) if self.conv_bias else None

@@ -59,8 +59,8 @@ def warmup(spec: Serving, device: torch.device | str = "cuda", backend: str | No
 
 
 def calls(spec: Serving, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Names, ops and arguments. Of decoding a token alone is another kernel than several; of prefill two lengths: a
-    row's stride is a multiple of 16, or not."""
+    """Yields names, ops and arguments. Decoding one token compiles another kernel than decoding several. Prefill
+    compiles for two kinds of row stride: multiples of 16, and others."""
     for form in spec.decode:
         for T in (1, 2):
             yield called(DECODE[spec.rule], form), *decode_call(spec, form, T, device)

@@ -18,8 +18,8 @@ from flash_delta.kernels.hopper.device.layouts import BLOCKS, NARROW_ROWS
 
 @gluon.jit
 def invert_own(scores, norms, strengths, sD):
-    """From ``scores`` [64, 32], of k with k and below of q with k: the inverses of blocks of 16, the blocks to the left
-    of them, and weighted scores, which are P in the rows of q."""
+    """Returns the inverses of blocks of 16, the blocks to the left of them, and weighted scores, which are P in the
+    rows of q. ``scores`` [64, 32]: of k with k, and below of q with k."""
     P = scores * norms.permute([1, 0]).load(NARROW_ROWS) * norms.slice(0, STEP, 1).load(NARROW_ROWS)
     M = P * (strengths.permute([1, 0]).load(NARROW_ROWS) * -1.0)
     even, odd = M.reshape([4, 16, 2, 16]).permute([0, 1, 3, 2]).split()

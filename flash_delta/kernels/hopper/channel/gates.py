@@ -48,8 +48,8 @@ def rest_living(sg, left):
 
 @gluon.jit
 def gate_constants(A, bias, least, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """The numbers that `log_decays` needs: the factor of activations, what is added to them, a number for the bound,
-    and ``least``, which is the bound if there is one."""
+    """The numbers that `log_decays` needs: the factor of activations, the number added to them, a number for the bound,
+    and ``least``. If there is a bound, ``least`` is the bound."""
     rate = gl.maximum(gl.exp2(A * BITS), 1e-30) * -BITS  # never 0: its product with the activation -inf has to be inf
     inverse, shift = 0.0, 0.0
     if BOUNDED:

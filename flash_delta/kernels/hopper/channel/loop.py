@@ -143,7 +143,7 @@ def state_role(
         if pool is not None:
             source, target = ends(item, pool, HV)
             state = hv * K
-            tma.store_wait(0)  # the copy engine has read ``so``, for which nobody has waited if no state was stored
+            tma.store_wait(0)  # the copy engine has read ``so``; if no state was stored, nothing has waited for it yet
             barrier()  # all warps of the state group: none asks for a state earlier
         if not PACKED:
             row += n * T
@@ -339,8 +339,8 @@ def run_channel_loop(
     c: Call, o: Tensor, final: Tensor, t: ChannelTile, forgets: Tensor | None = None, parts: int = 1,
     tape: Tape | None = None,
 ) -> None:  # fmt: skip
-    """With ``forgets`` sequences have several ``parts``, and the kernel works only if gates forget. With a ``tape``
-    they have none. It is laid first."""
+    """Launches `channel_loop`. With ``forgets`` sequences have several ``parts``, and the kernel works only if gates
+    forget. With a ``tape`` sequences have no parts, and the tape is laid first."""
     p, x, initial = c.p, c.x, c.x.initial_state
     if tape is not None:
         run_lay_tape(c, tape, follows=False)

@@ -85,7 +85,7 @@ def _new_handed(p: Problem, launches: tuple[PoolLaunch, ...]) -> Workspace | Non
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
-    """As `backend.workspace_bytes`."""
+    """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     nowhere, copied = p._replace(device=torch.device("meta")), (x.g,) if p.taps else (*x[:3], x.g)
     chip = chip_of(p.device)
     planned = channel_pool_launches(p, chip, every=False)

@@ -69,7 +69,7 @@ def remark(p: Problem) -> str:
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
-    """For calls with tokens and sequences."""
+    """Runs the forward pass of calls that have tokens and sequences."""
     kind = *FORWARD, p.needs_grad, p.writes_states
     made = again(known, (p.lengths, *kind), x)
     if made is not None:

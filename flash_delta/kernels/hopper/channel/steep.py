@@ -33,7 +33,7 @@ def is_steep(totals):
 
 @gluon.jit
 def halved(s, level: gl.constexpr):
-    """For every token the decay between it and the last token of the earlier half of its 2^(level + 1) tokens."""
+    """The decay between every token and the last token of the earlier half of its group of 2^(level + 1) tokens."""
     width: gl.constexpr = 2 << level
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     parting = s

@@ -110,7 +110,7 @@ def state_role(
         if pool is not None:
             source, target = ends(item, pool, HV)
             state = hv * K
-            tma.store_wait(0)  # the copy engine has read ``so``, for which nobody has waited if no state was stored
+            tma.store_wait(0)  # the copy engine has read ``so``; if no state was stored, nothing has waited for it yet
             barrier()  # all warps of the state group: none asks for a state earlier
         if not PACKED:
             row += n * T

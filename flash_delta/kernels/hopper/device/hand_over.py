@@ -29,7 +29,7 @@ def flag_of(share, u, half):
 
 @gluon.jit
 def hand_over(flag):
-    """After `store_state`: says that the state is in memory."""
+    """Says that the state is in memory. It is called after `store_state`."""
     i = gl.arange(0, 128, layout=THREADS)
     stored = gl.inline_asm_elementwise(STORED, "=r,r", [i], gl.int32, False, 1)
     barrier()  # all warps of this group, among them the one that has asked for the copies
@@ -38,7 +38,8 @@ def hand_over(flag):
 
 @gluon.jit
 def take_over(flag, share):
-    """Before `load_state`: waits until the state is in memory. Returns 0, or NaN if it never comes."""
+    """Waits until the state is in memory. It is called before `load_state`. Returns 0, or NaN if the state never
+    comes."""
     i = gl.arange(0, 128, layout=THREADS)
     looks, word = gl.load(share[0] + 1).to(gl.int32), gl.load(share[0] + 2)
     arguments = [flag + 0 * i, looks + 0 * i, word + 0 * i]

@@ -39,8 +39,8 @@ def doubled(A, At, M, r, c, level: gl.constexpr):
 
 @gluon.jit
 def own_blocks(M):
-    """For every warp its block of M [64, 64] on the diagonal, and the block to the left of that. Warp 0 has no block to
-    the left. It gets its own block again."""
+    """Returns every warp's block of M [64, 64] on the diagonal, and the block to the left of it. Warp 0 has no block to
+    the left, and gets its own block again."""
     even, odd = M.reshape([4, 16, 2, 2, 16]).permute([0, 1, 4, 2, 3]).split()  # columns of blocks 0 and 2, 1 and 3
     first, third = even.split()
     second, fourth = odd.split()

@@ -66,8 +66,8 @@ def load_chunk(descs, tiles, bar, s, where, strides, column, valued, first, WIDT
 
 @gluon.jit
 def end_early(flags, bar, c):
-    """Whether all state groups of a map have reported that Phi is zero. If so, tells them that chunk c is not loaded
-    and is the last one."""
+    """Whether all state groups of a map have reported that Phi is zero. If so, it tells these groups that chunk c is
+    not loaded and is the last one."""
     ended = gl.max(flags.index(0).load(LANES) * flags.index(1).load(LANES), 0) > 0
     if ended:
         flags.index(2).store(gl.full([32], 0, gl.int32, LANES) + c)

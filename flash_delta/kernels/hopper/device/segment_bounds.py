@@ -16,7 +16,7 @@ LEAST = gl.constexpr(2.0**-126)
 
 @gluon.jit
 def load_bound(cu_seqlens, n, T):
-    """Where sequence n begins, which is where the sequence before it ends. Wrong bounds are moved into the row."""
+    """The token at which sequence n begins, and the one before it ends. Wrong bounds are moved into the row."""
     return gl.minimum(gl.maximum(gl.load(cu_seqlens + n), 0), T).to(gl.int32)
 
 
@@ -117,8 +117,8 @@ def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr, listed=None):
 
 @gluon.jit
 def find_listed(HV, cu_seqlens, T, listed, keys):
-    """The same for part s of the prompts that are cut, with two changes. The first result is the part's number among
-    all parts, and the one before the last is its first chunk.
+    """Returns the results of `find_map` for part s of the prompts that are cut, with two changes. The first result is
+    the part's number among all parts, and the one before the last is its first chunk.
 
     listed: the list of prompts and that of their parts (plans/prompt_list.py)."""
     walks, parts = listed
@@ -136,9 +136,9 @@ def find_listed(HV, cu_seqlens, T, listed, keys):
 
 @gluon.jit
 def without_faded(token, chunks, slot, keys, left):
-    """For a map: the first token, the number and the first slot of the chunks that it has to walk, and how many chunks
-    come before those. ``left``: how many chunks have not decayed at the segment's end. If some have decayed, Phi is
-    zero."""
+    """Leaves out chunks that have decayed. Returns, for a map, the first token, the number and the first slot of the
+    chunks that it has to walk, and how many chunks come before those. ``left``: how many chunks have not decayed at the
+    segment's end. If some have decayed, Phi is zero."""
     skipped = gl.maximum(chunks - left, 0)
     chunks = gl.where((keys > 0) & (skipped > 0), 0, chunks - skipped)
     return token + skipped * C, chunks, slot + skipped, skipped
@@ -146,9 +146,9 @@ def without_faded(token, chunks, slot, keys, left):
 
 @gluon.jit
 def count_left(rates, hv, HV, slot, chunks, FROM_END: gl.constexpr):
-    """How many of a segment's chunks, counted from its end or from its start, have an effect there, which means that
-    they have not decayed by 2^-184. After such a decay, numbers below 2^35 are zero in float32. ``slot``: that of the
-    segment's first chunk."""
+    """How many chunks of a segment, counted from its end or from its start, still have an effect there: they have not
+    decayed by 2^-184. After such a decay, numbers below 2^35 are zero in float32. ``slot``: that of the segment's first
+    chunk."""
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, BY_WARP))
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, BY_WARP))
     count, decayed, going = chunks * 0, 0.0, chunks > 0

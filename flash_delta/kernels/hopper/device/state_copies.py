@@ -27,7 +27,8 @@ def part_of(so, desc, m: gl.constexpr, V_FIRST: gl.constexpr, NO: gl.constexpr):
 
 @gluon.jit
 def box_of(tile, slot, row, column, m: gl.constexpr, V_FIRST: gl.constexpr):
-    """Where part m is in memory, and its buffer with the axes of the descriptor. A pool's descriptor has three axes."""
+    """Returns where part m is in memory, and its buffer with the axes of the descriptor. A pool's descriptor has three
+    axes."""
     r, c = (row + column, 32 * m) if V_FIRST else (row + 32 * m, column)
     if slot is None:
         return (r, c), tile

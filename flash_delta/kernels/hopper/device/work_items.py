@@ -68,9 +68,9 @@ def enter(tape):
 
 @gluon.jit
 def find_pieces(work, HV):
-    """A program's pieces. The first three results say how to go through them: from, to, step. With a tape they are
-    followed by the first piece's item, the chunk with which the last piece begins, and the chunk before which the first
-    one ends (0: it ends with its item)."""
+    """Returns a program's pieces. The first three results say how to go through them: from, to, step. With a tape three
+    more follow: the first piece's item, the chunk with which the last piece begins, and the chunk before which the
+    first piece ends (0: the first piece ends with its item)."""
     _, _, items, pool, share = work
     items = count_items(items, pool, HV)
     if share is None:
@@ -150,7 +150,7 @@ def find_part(item, pool, length, HV):
 
 @gluon.jit
 def ends(item, pool, HV):
-    """On a pool: the slot that an item's state is read from, and the one that it is written to. -1: there is none."""
+    """The slots, on a pool, from which an item's state is read and to which it is written. -1: there is none."""
     at = pool[0] + 3 * (item // HV) + 2
     return gl.load(at), gl.load(at + 1)
 

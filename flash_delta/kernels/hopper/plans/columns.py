@@ -10,7 +10,8 @@ from flash_delta.problem import Inputs, Outputs, Problem
 
 
 def as_heads(p: Problem, x: Inputs) -> tuple[Problem, Inputs]:
-    """The same call with heads of K columns. States are [N, HV n, K, K] with values first."""
+    """Returns the problem and inputs of the same call with heads of K columns. States are [N, HV n, K, K] with values
+    first."""
     n = p.V // p.K
     state = x.initial_state
     if state is not None:

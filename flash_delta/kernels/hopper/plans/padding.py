@@ -68,7 +68,8 @@ def new_padded(p: Problem, x: Inputs, do: Tensor | None = None, dfinal: Tensor |
 
 
 def gradients_in(copies: Padded, d: Inputs) -> Inputs:
-    """Where kernels write gradients: new memory of the copies' width for those with columns, and else ``d`` itself."""
+    """Where kernels write gradients: new memory of the copies' width for tensors with columns, and else ``d``
+    itself."""
     q, k, v = (torch.empty_like(t) for t in copies[:3])
     initial = None if copies.initial_state is None else torch.empty_like(copies.initial_state)
     return d._replace(q=q, k=k, v=v, initial_state=initial)

@@ -63,8 +63,8 @@ def list_walks(
     the states that parts start from, and of prompts that are cut. Five numbers follow for each part: its first chunk in
     the prompt, the chunk after its last, and the number of its start's first head in memory, or -1 for a prompt that is
     not cut. The fourth of the numbers of part s is the part of start s. The fifth of part i is the first start of the
-    i-th prompt that is cut. The first part has a start, too, since the last part may be walked before it, and may write
-    to the slot that the prompt reads.
+    i-th prompt that is cut. The first part has a start, too. The last part may be walked before it, and may write to
+    the slot that the prompt reads.
     cutting: how prompts are cut (the three numbers of `cut_prompt`), how many starts there is room for, and how many
     other states there are before them in memory."""
     count, starts, prompts = N * 0, N * 0, N * 0

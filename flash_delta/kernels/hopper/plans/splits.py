@@ -62,11 +62,11 @@ class Sizes(NamedTuple):
         return ceil(self.states * programs / self.processors) * pace.walk(ceil(self.chunks / number))
 
     def early(self, pace: Pace, programs: int, number: int) -> float:
-        """The same if some programs end early. Then others begin."""
+        """The time of `rounds` if some programs end early. Then other programs begin."""
         return max(1.0, LEFT * self.states * programs / self.processors) * pace.walk(ceil(self.chunks / number))
 
     def short(self, pace: Pace, programs: int = 1) -> float:
-        """The time that such a walk takes for all sequences that are shorter than the longest one, about."""
+        """About the time that such a walk takes for all sequences that are shorter than the longest one."""
         return programs * (self.items - self.states) * pace.item / self.processors
 
     def shared(self, chunk: float) -> float:
@@ -142,7 +142,7 @@ def _in_segments(s: Sizes, width: int, number: int) -> float:
 
 
 def _in_segments_back(s: Sizes, width: int, number: int) -> float:
-    """The same for the backward pass, with the maps of the forward pass."""
+    """The time of the backward pass in ``number`` segments of each sequence, with the maps of the forward pass."""
     ends = NARROWER[width] * s.early(WALK, number - 1, number)
     return LAUNCHES + COMPOSE * number + ends + sum(s.rounds(pace[width], number, number) for pace in BACK)
 

@@ -25,7 +25,7 @@ class Pace(NamedTuple):
         return self.item + chunks * self.chunk
 
     def on_pool(self, p: Problem) -> "Pace":
-        """The same on a pool, where an item also loads and stores a state in a slot. With heads of 64 this takes no
+        """The pace on a pool, where an item also loads and stores a state in a slot. With heads of 64 this takes no
         longer."""
         return self._replace(item=self.item + 20 * (p.K // 128))
 
@@ -75,8 +75,9 @@ def needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
 
 
 def walk_needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
-    """The same for walks that otherwise have a program for every item. There a program starts where another one ends.
-    So many unequal items are divided well, and the tape loses 3 % (nine items per program, on an H200)."""
+    """Whether programs share items in a walk that otherwise has a program for every item. Without the tape, a program
+    starts when another one ends. So many unequal items are divided well, and the tape loses 3 % (nine items per
+    program, on an H200)."""
     equal = not p.packed or (p.lengths is not None and len(set(p.lengths)) == 1)
     return needs_tape(p, programs, pace) and (equal or WALKED_IN_TURNS * programs >= p.N * p.HV)
 

@@ -96,7 +96,8 @@ def total(x, first: tl.constexpr, I):
 
 @triton.jit
 def gates_of(tile, left, rate, bias, lower_bound, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
-    """For 16 tokens, of which ``left`` exist: the activations, their log decay in bits, and which tokens exist."""
+    """Returns the activations of 16 tokens, of which ``left`` exist, their log decay in bits, and which tokens
+    exist."""
     if BOUNDED and not RAW_GATE:  # -inf times the unit matrix's zeros is NaN; LEAST is below any bound
         tile = tl.maximum(tile, LEAST)
     a, live = in_order(tile), (tl.arange(0, 16) < left)[None, :]

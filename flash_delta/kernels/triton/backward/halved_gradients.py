@@ -1,5 +1,5 @@
-"""The same gradients as `channel_gradients`, for any decay and any dtype. No sum cancels, and no factor is above 1 if
-no log decay is above 0.
+"""Computes the gradients of `channel_gradients` for any decay and any dtype. No sum cancels, and no factor is above 1
+if no log decay is above 0.
 
 A chunk is halved again and again, into parts of 32, 16, .. 1 tokens. The decay of a pair is split at the level where
 its two tokens are in different parts: ``(q_i e^{G_i - r}) (k_j e^{r - G_j})`` with r = G of the last token of the
@@ -81,7 +81,7 @@ def load_gates(
     raw, strides, unit, hv, token, stop, c, K: tl.constexpr, W: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """For 32 tokens: the activations and their log decays, ``[W, 32]``; which tokens exist; and the results of
+    """Returns the activations of 32 tokens and their log decays, ``[W, 32]``; which tokens exist; and the results of
     ``parameters``. ``raw``: g, A_log, dt_bias and the lower bound. ``strides``: those of g."""
     g, A_log, dt_bias, lower_bound = raw
     rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
@@ -113,7 +113,7 @@ def in_parts(x, PARTS: tl.constexpr):
 
 @triton.jit
 def sum_of(parts, carried, out, PARTS: tl.constexpr):
-    """For column t: ``out``, plus the sum of those whose row of ``carried [32, 32]`` contains t."""
+    """Adds to column t of ``out`` the columns of ``parts`` whose row of ``carried [32, 32]`` contains t."""
     ones = carried.to(tl.bfloat16)
     for m in tl.static_range(PARTS):
         out = tl.dot(parts[m], ones, out)

@@ -43,7 +43,7 @@ class SegmentedBack(NamedTuple):
 
 
 def new_segmented_back(p: Problem, split: Segments | None) -> SegmentedBack | None:
-    """None if sequences are not split."""
+    """Makes the memory of a backward pass in segments. None if sequences are not split."""
     walk = new_segmented_scan(p, split)
     if walk is None:
         return None
@@ -51,7 +51,7 @@ def new_segmented_back(p: Problem, split: Segments | None) -> SegmentedBack | No
 
 
 def memory_of(w: SegmentedBack | None) -> tuple[Tensor, ...]:
-    """All memory that is allocated for it."""
+    """Returns the memory of the segments in one tuple."""
     return () if w is None else (w.walk.maps, w.walk.starts, w.D, w.ends)
 
 

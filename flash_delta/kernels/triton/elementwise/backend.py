@@ -68,7 +68,7 @@ def unsupported(problem: ElementwiseProblem) -> str | None:
 
 
 def preference(problem: ElementwiseProblem) -> tuple[int, str | None]:
-    """The same as that of the rule's backend."""
+    """The preference of the rule's backend."""
     return (1, None) if problem.device != CPU else (-2, None)
 
 

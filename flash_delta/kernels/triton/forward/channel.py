@@ -77,7 +77,7 @@ def first_of(g, left, RAW_GATE: tl.constexpr):
 
 @triton.jit
 def behind(gates):
-    """For each of 16 vectors, the sum of the vectors after it."""
+    """Returns, for each of 16 vectors, the sum of the vectors after it."""
     out = (tl.zeros(gates[0].shape, tl.float32),)
     for m in tl.static_range(1, 16):
         out = (out[0] + gates[16 - m],) + out  # noqa: RUF005 (Triton has no star)

@@ -96,7 +96,8 @@ def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constex
 
 @triton.jit
 def load_slots(read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots):
-    """For sequence n: the first state's slot, whether there is one, the last state's slot, whether n is not padding."""
+    """Returns, for sequence n, the first state's slot, whether there is one, the last state's slot, and whether n is no
+    padding."""
     read, stored, well = find_state(read_indices, None, has_initial_state, n, read_row, 0, 0, has_row, 1, slots)
     write = n
     if write_indices is not None:

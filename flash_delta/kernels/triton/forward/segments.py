@@ -87,7 +87,7 @@ class SegmentedScan(NamedTuple):
 
 
 def new_segmented_scan(p: Problem, split: Segments | None) -> SegmentedScan | None:
-    """None if sequences are not split."""
+    """Makes the memory of a scan in segments. None if sequences are not split."""
     if split is None:
         return None
     slots = count_slots(p, split.length)

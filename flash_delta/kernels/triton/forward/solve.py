@@ -48,7 +48,7 @@ MOST = tl.constexpr(40.0)  # the largest exponent of a pair. Pairs above the dia
 @triton.jit
 def product(a, bt, c, PRODUCTS: tl.constexpr):
     """``c + a b`` of [16, 16], with b given as its transpose, in float16 or in float32 with an input precision.
-    "clamped" is float16, and larger results become the largest float16, so that no later product makes a NaN of them.
+    "clamped" is float16, in which larger results become the largest float16. So no later product makes a NaN of them.
 
     b is transposed in float32, which needs no exchange of registers. Triton would move 16-bit numbers through shared
     memory.
@@ -179,7 +179,7 @@ def store_block(A, block, i: tl.constexpr, j: tl.constexpr, C: tl.constexpr, CHA
 
 @triton.jit
 def load_scores(L, C: tl.constexpr):
-    """The same blocks as those of ``score_blocks``, as `channel` wrote them."""
+    """Loads the blocks of ``score_blocks``, which `channel` has written."""
     scores = ()
     for i in tl.static_range(4):
         for j in tl.static_range(i + 1):

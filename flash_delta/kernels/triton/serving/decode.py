@@ -60,7 +60,7 @@ def load_slot(table, row, column, strides, slots, live):
 
 @triton.jit
 def find_column(accepted, b, accepted_row, columns):
-    """The column of the table of slots that a row reads, and whether it is one."""
+    """The column of the table of slots that a row reads, and whether that column is in the table."""
     column, live = b * 0, b >= 0
     if accepted is not None:
         count = tl.load(accepted + b.to(tl.int64) * accepted_row)
@@ -93,8 +93,9 @@ def state_at(tile, slot, slot_stride, t=0, step=None):
 
 @triton.jit
 def load_parent(parents, b, t, parents_row, parents_token):
-    """The token that token t continues, or -1 for the row's state; and whether that is a valid one. If not, it is 30:
-    bit 31 of ``alive`` in `decode`, which no token has. The first token continues the row's state, whatever is said."""
+    """Returns the token that token t continues (-1: the row's state), and whether the index is valid. An invalid index
+    becomes 30: bit 31 of ``alive`` in `decode`, which no token has. The first token always continues the row's
+    state."""
     parent = tl.load(parents + b.to(tl.int64) * parents_row + t * parents_token)
     parent = tl.where(t == 0, -1, parent)
     known = (parent >= -1) & (parent < t)

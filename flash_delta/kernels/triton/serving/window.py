@@ -78,7 +78,7 @@ def store_window(window, windows, slot, n, start, c, width, live, CONV: tl.const
 
 @triton.jit
 def window_after(parent, first, windows, slot, start, c, width, live, CONV: tl.constexpr):
-    """For a tree: the window that token ``parent`` left in its slot, or for -1 the row's ``first`` window."""
+    """The window that token ``parent`` of a tree left in its slot; for -1, the row's ``first`` window."""
     window, chosen = load_window(windows, slot, parent, start, c, width, live, CONV), []
     for i in tl.static_range(4):
         chosen += [tl.where(parent < 0, first[i], window[i])]

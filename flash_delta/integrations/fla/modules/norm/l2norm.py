@@ -35,7 +35,7 @@ def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, eps: float = 1e-6) -> Tensor
 
 
 def _weight(x: Tensor) -> Tensor:
-    """It makes an RMS norm with ``eps / D`` the norm by the sum of squares."""
+    """The weight with which an RMS norm with ``eps / D`` divides by the root of the sum of squares."""
     D = x.shape[-1]
     return x.new_full((D,), D**-0.5, dtype=torch.promote_types(x.dtype, torch.float32))
 

@@ -46,7 +46,7 @@ def empty_tile():
 
 @gluon.jit
 def token():
-    """For every column of a tile its token in the block, [1, 16]."""
+    """The token in the block of every column of a tile, [1, 16]."""
     return gl.arange(0, 16, layout=gl.SliceLayout(0, CHANNELS))[None, :]
 
 
@@ -71,8 +71,8 @@ def operand(x):
 
 @gluon.jit
 def sum_over(x, carried, PARTS: gl.constexpr):
-    """In every column t the sum of those columns r of x for which ``carried`` has [r, t]. x is split into PARTS of 8
-    bits, whose products with zeros and ones are exact. 3 of them are all of x; with fewer, the last one is rounded."""
+    """Sums, in column t of the result, those columns r of x for which ``carried`` has [r, t]. x is split into PARTS of
+    8 bits. Their products with zeros and ones are exact. 3 parts are all of x; with fewer, the last part is rounded."""
     ones = gl.where(carried, 1.0, 0.0).to(gl.bfloat16)
     out = empty_tile()
     for _ in gl.static_range(PARTS - 1):

@@ -1,4 +1,4 @@
-"""With a decay per channel: the gradients of a chunk's tokens, from products over values. It takes 16 tokens at a time,
+"""The gradients of a chunk's tokens, from products over values, with a decay per channel. It takes 16 tokens at a time,
 from right to left (blocks.py)."""
 
 from triton.experimental import gluon

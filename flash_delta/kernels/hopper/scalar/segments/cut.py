@@ -17,8 +17,8 @@ LONGEST = 2048  # chunks; prompts are never cut if this only pays for longer one
 
 
 class Cut(NamedTuple):
-    """How prompts on a pool are cut into parts. Only the heads and the chip decide about these numbers, and then only
-    its own length about a prompt. So no other prompt changes a bit of it."""
+    """How prompts on a pool are cut into parts. Only the heads and the chip decide about these numbers. A prompt's own
+    length then decides how it is cut. So no other prompt changes a bit of a result."""
 
     shortest: int  # a prompt of fewer whole chunks is not cut
     fewest: int  # whole chunks of a prompt for each of its parts
@@ -27,8 +27,8 @@ class Cut(NamedTuple):
 
 class CutPace(NamedTuple):
     """The time of a call with one prompt on a pool. It is call + chunk * chunks if the prompt is whole, and start +
-    part_chunk * chunks in parts. The numbers with ``share`` are added to those before them, times the share of the
-    multiprocessors that the prompt's heads take."""
+    part_chunk * chunks in parts. ``start_share`` is added to start and ``part_share`` to part_chunk, times the share of
+    the multiprocessors that the prompt's heads take."""
 
     call: float
     chunk: float

@@ -272,9 +272,9 @@ def compose_starts(
     handed, Phi, walks, parts, pool, before, HV, pool_strides, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     MOST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The same for prompts in parts (plans/prompt_list.py). Their starts are in ``handed``, after so many other
-    states. `find_maps` has left B of a part where the start of the next part goes. A prompt's first start is the state
-    in its slot. Grid (V / BV, HV, prompts that may be cut)."""
+    """Computes the starts of prompts in parts (plans/prompt_list.py), as `compose_maps` does for segments. They are
+    in ``handed``, after ``before`` other states. `find_maps` has left B of a part where the start of the next part
+    goes. A prompt's first start is the state in its slot. Grid (V / BV, HV, prompts that may be cut)."""
     lead(OVERLAP)
     d, hv, c = tl.program_id(0) * BV + tl.arange(0, BV), tl.program_id(1), tl.arange(0, K)
     strides, square = (HV.to(tl.int64) * V * K, V * K, 1, K), c[:, None] * K + c[None, :]
