@@ -399,7 +399,7 @@ def emulated(package, name):
         f"{root}.language.nvidia.ampere": module("ampere", {"mma_v2": product}),
         "triton.language.extra.cuda": module("cuda", {"gdc_wait": lambda: None, "gdc_launch_dependents": lambda: None}),
     }
-    own = [path for path in sys.modules if path.startswith(f"{package}.")]
+    own = [path for path in sys.modules if path.startswith(f"{package}.") or path.endswith(".kernels.device.gates")]
     with patch.dict(sys.modules, fakes), patch.object(experimental, "gluon", fakes[root]):
         for path in own:
             del sys.modules[path]

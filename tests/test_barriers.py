@@ -49,4 +49,4 @@ def test_roles_and_the_scalar_gate_stand_once():
     twice = {name for name, count in names.items() if count > 1}
     assert not twice
     assert "load_role" in names
-    assert +softplus == {"activation.py": 1, "channel_gate.py": 1}, "one gate per head, one per channel"
+    assert +softplus == {"gates.py": 2}, "one gate per head, one per channel"

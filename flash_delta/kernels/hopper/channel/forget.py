@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flash_delta.kernels.hopper.channel.gate_role import SUMS, head_parameters
-from flash_delta.kernels.hopper.channel.gates import log_decays
+from flash_delta.kernels.device.gates import log_decays
+from flash_delta.kernels.hopper.channel.gate_role import SUMS, constants_of_head
 from flash_delta.kernels.hopper.channel.parts import EARLY, STEP, part_length
 from flash_delta.kernels.hopper.channel.scores import OWN, K
 from flash_delta.kernels.hopper.device.layouts import THREADS
@@ -64,7 +64,7 @@ def find_forgetting(
     if PACKED:
         n = n * 0
     begin = part * part_length(size, parts)
-    constants = head_parameters(hv, (A_log, dt_bias, lower_bound), RAW_GATE, BOUNDED)
+    constants = constants_of_head(hv, (A_log, dt_bias, lower_bound), RAW_GATE, BOUNDED)
     found = gl.where(begin >= size, 1, 0)
     if (begin < size) & (begin >= EARLY):
         places = g_batch, g_strides, (n + 0).to(gl.int64), hv

@@ -12,17 +12,19 @@ changes numbers only by a power of two. Therefore no token changes a bit of the 
 cannot hold 2^G, so the role computes 2^{G + 114} first.
 
 With a bound of -5 nats 32 tokens never fall by more than 231 bits. **Without a bound** they may fall further. If they
-fall further than FALL, they go through all roles in pieces, and each piece has a slot of its own. The first piece
-ends before the token with which it would fall further than FALL. The next piece starts there, and so on. In a piece the
-tokens of other pieces do not decay, and they have neither b nor a query. Log decays below FADED count as FADED, so a
-piece has 8 tokens or more, except the last one. FALL is not 231 bits, because then a state times 2^n would lose bits.
+fall further than FALL, they go through all roles in pieces, and each piece has a slot of its own. The first piece ends
+before the token with which it would fall further than FALL. The next piece starts there, and so on. In a piece the
+tokens of other pieces do not decay, and they have neither b nor a query. Log decays below FADED_DECAY count as
+FADED_DECAY, so a piece has 8 tokens or more, except the last one. FALL is not 231 bits, because then a state times 2^n
+would lose bits.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flash_delta.kernels.hopper.channel.gates import BITS, FADED, add, gate_constants, log_decays, rest_living
+from flash_delta.kernels.device.gates import BITS, gate_constants, log_decays
+from flash_delta.kernels.hopper.channel.gates import FADED_DECAY, add, rest_living
 from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
 from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
 from flash_delta.kernels.hopper.device.gluon_compat import barrier
@@ -39,7 +41,7 @@ UP = gl.constexpr(114)  # added to exponents of 2, and subtracted again
 
 
 @gluon.jit
-def head_parameters(hv, numbers, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+def constants_of_head(hv, numbers, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """The numbers of a value head that `log_decays` needs."""
     A_log, dt_bias, lower_bound = numbers[0], numbers[1], numbers[2]
     c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
@@ -48,7 +50,7 @@ def head_parameters(hv, numbers, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
         A = gl.load(A_log + hv).to(gl.float32)
     if dt_bias is not None:
         bias = gl.load(dt_bias + hv * K + c).to(gl.float32)
-    return gate_constants(A, bias, lower_bound if BOUNDED else FADED, RAW_GATE, BOUNDED)
+    return gate_constants(A, bias, lower_bound if BOUNDED else FADED_DECAY, RAW_GATE, BOUNDED)
 
 
 @gluon.jit
@@ -224,7 +226,7 @@ def gate_role(
         _, n, hv, start, length, begin, _, stop = find_part(piece, pieces, work, HV, PACKED)
         if PACKED:
             n = n * 0
-        constants = head_parameters(hv, numbers, RAW_GATE, BOUNDED)
+        constants = constants_of_head(hv, numbers, RAW_GATE, BOUNDED)
         b = load_strengths(numbers, n, hv, start, begin, length)
         for token in range(begin, stop, STEP):
             if BOUNDED:

@@ -28,8 +28,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from flash_delta.kernels.device.gates import BITS
 from flash_delta.kernels.hopper.channel.forget import all_forget
-from flash_delta.kernels.hopper.channel.gates import BITS, rest_living, sum_gates
+from flash_delta.kernels.hopper.channel.gates import rest_living, sum_gates
 from flash_delta.kernels.hopper.channel.scores import (
     OWN,
     K,

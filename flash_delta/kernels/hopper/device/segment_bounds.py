@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_wait
 from flash_delta.kernels.hopper.device.layouts import BY_WARP, C
 
 FADED = gl.constexpr(-184.0)  # as a power of two
-LEAST = gl.constexpr(2.0**-126)
+SMALLEST_NORMAL = gl.constexpr(2.0**-126)
 
 
 @gluon.jit
@@ -158,7 +158,7 @@ def count_left(rates, hv, HV, slot, chunks, FROM_END: gl.constexpr):
             c = chunks - 1 - c
         at = ((slot + c) * HV + hv).to(gl.int64) * (8 * C) + 7 * C
         gamma = gl.load(rates + at, mask=count + j < chunks, other=1.0)
-        bits = gl.log2(gl.maximum(gamma, LEAST))
+        bits = gl.log2(gl.maximum(gamma, SMALLEST_NORMAL))
         square = bits[None, :] + gl.zeros([64, 64], gl.float32, BY_WARP)
         before = decayed + gl.sum(gl.where(j[None, :] < i[:, None], square, 0.0), 1)
         left = gl.sum(gl.where((before > FADED) & (count + i < chunks), 1, 0), 0)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 EXPONENT = gl.constexpr(255 << 23)  # bits of float32
 LIFT = gl.constexpr(14 << 23)  # in a unit the largest number of a row is 2^14 or more, but below 2^15
-LEAST = gl.constexpr(15 << 23)  # smaller rows have the same unit, 2^-126
+LEAST_UNIT = gl.constexpr(15 << 23)  # smaller rows have the same unit, 2^-126
 INVERSE = gl.constexpr(254 << 23)  # less the exponent of a number's bits: those of the inverse
 
 
@@ -18,7 +18,7 @@ INVERSE = gl.constexpr(254 << 23)  # less the exponent of a number's bits: those
 def units(x):
     """The unit of each row of x (float32), and its inverse: [rows, 1]. Both are normal numbers, whatever is in x."""
     bits = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True) & EXPONENT
-    bits = gl.maximum(bits, LEAST)[:, None] - LIFT
+    bits = gl.maximum(bits, LEAST_UNIT)[:, None] - LIFT
     return bits.to(gl.float32, bitcast=True), (INVERSE - bits).to(gl.float32, bitcast=True)
 
 

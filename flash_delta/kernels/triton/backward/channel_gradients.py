@@ -27,17 +27,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.channel_gate import (
+from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, rows_of, steps, store_tile
+from flash_delta.kernels.device.gates import (
     BITS,
-    LEAST,
+    LEAST_DECAY,
+    channel_gate_backward,
+    channel_log_decay,
+    channel_parameters,
     clamp_backward,
-    gate_backward,
     living,
-    log_decay,
-    parameters,
     store_sums,
 )
-from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, rows_of, steps, store_tile
 from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -98,10 +98,10 @@ def total(x, first: tl.constexpr, I):
 def gates_of(tile, left, rate, bias, lower_bound, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
     """Returns the activations of 16 tokens, of which ``left`` exist, their log decay in bits, and which tokens
     exist."""
-    if BOUNDED and not RAW_GATE:  # -inf times the unit matrix's zeros is NaN; LEAST is below any bound
-        tile = tl.maximum(tile, LEAST)
+    if BOUNDED and not RAW_GATE:  # -inf times the unit matrix's zeros is NaN; LEAST_DECAY is below any bound
+        tile = tl.maximum(tile, LEAST_DECAY)
     a, live = in_order(tile), (tl.arange(0, 16) < left)[None, :]
-    decay = log_decay(
+    decay = channel_log_decay(
         living(a, live, RAW_GATE).to(tile.dtype), rate[:, None], bias[:, None], lower_bound, BITS, RAW_GATE, BOUNDED
     )  # fmt: skip
     return a, decay, live
@@ -180,7 +180,7 @@ def channel_gradients(
     q, k, g = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h), rows_of(g, g_strides, row, hv)
     dPD, taken = dPD + head * C * C, taken + head * C * C
     dq, dk, written = dq + head * C * K, dk + head * C * K, written + head * C * K
-    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    rate, bias = channel_parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     stop = tl.minimum(stop, token + C)
     LAST: tl.constexpr = C // 16 - 1
     # From right to left. rest: what keys write after the chunk. D: the sum of the gates from a block on. For every
@@ -248,7 +248,7 @@ def channel_gradients(
         d = sum_of(in_parts(yy, 3), t[:, None] >= t[None, :], zero, 3) + rest[:, None]
         rest += tl.sum(yy, 1)
         if RAW_GATE:
-            d, of_A_log = gate_backward(d, gates * (1.0 / BITS), a, rate[:, None], bias[:, None], live, BOUNDED)
+            d, of_A_log = channel_gate_backward(d, gates * (1.0 / BITS), a, rate[:, None], bias[:, None], live, BOUNDED)
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
         elif BOUNDED:

@@ -32,6 +32,7 @@ from flash_delta.kernels.device.chunk import (
     store_tile,
     whole_rows,
 )
+from flash_delta.kernels.device.gates import head_gate_backward
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -223,7 +224,7 @@ def store_gate(
         if HAS_BIAS:
             a += tl.load(dt_bias + hv).to(tl.float32)
         tl.store(dA_log + head, tl.sum(tl.where(live, sums * tl.load(decays + i), 0.0)))
-        sums *= -tl.exp(tl.load(A_log + hv).to(tl.float32)) / (1.0 + tl.exp(-a))
+        sums = head_gate_backward(sums, a, -tl.exp(tl.load(A_log + hv).to(tl.float32)))
         if HAS_BIAS:
             tl.store(ddt_bias + head, tl.sum(tl.where(live, sums, 0.0)))
     strides = (T.to(tl.int64) * HV, HV, 1)

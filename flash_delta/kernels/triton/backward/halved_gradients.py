@@ -21,15 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.channel_gate import (
-    BITS,
-    clamp_backward,
-    gate_backward,
-    living,
-    log_decay,
-    parameters,
-    store_sums,
-)
 from flash_delta.kernels.device.chunk import (
     count_slots,
     enter_chunk,
@@ -40,6 +31,15 @@ from flash_delta.kernels.device.chunk import (
     steps,
     store_tile,
     whole_rows,
+)
+from flash_delta.kernels.device.gates import (
+    BITS,
+    channel_gate_backward,
+    channel_log_decay,
+    channel_parameters,
+    clamp_backward,
+    living,
+    store_sums,
 )
 from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
 from flash_delta.kernels.runtime.calls import Call
@@ -84,10 +84,10 @@ def load_gates(
     """Returns the activations of 32 tokens and their log decays, ``[W, 32]``; which tokens exist; and the results of
     ``parameters``. ``raw``: g, A_log, dt_bias and the lower bound. ``strides``: those of g."""
     g, A_log, dt_bias, lower_bound = raw
-    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    rate, bias = channel_parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     live = (token + tl.arange(0, 32) < stop)[None, :]
     a = load_channels(g, strides, token, stop, c, K, W)
-    decays = log_decay(
+    decays = channel_log_decay(
         living(a, live, RAW_GATE), rate[:, None], bias[:, None], lower_bound, unit, RAW_GATE, BOUNDED
     )  # fmt: skip
     return a, decays, live, rate, bias
@@ -327,7 +327,7 @@ def halved_gradients(
             raw, g_strides, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
         )
         if RAW_GATE:
-            d, of_A_log = gate_backward(d, decays, a, rate[:, None], bias[:, None], live, BOUNDED)
+            d, of_A_log = channel_gate_backward(d, decays, a, rate[:, None], bias[:, None], live, BOUNDED)
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
         elif BOUNDED:

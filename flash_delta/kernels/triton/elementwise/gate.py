@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.activation import log_decay
-from flash_delta.kernels.device.channel_gate import gate_backward
-from flash_delta.kernels.device.channel_gate import log_decay as channel_log_decay
+from flash_delta.kernels.device.gates import channel_gate_backward, channel_log_decay, head_log_decay
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Tile, next_power_of_2
 from flash_delta.kernels.runtime.launch import Plan, launch
@@ -40,7 +38,7 @@ def decays_of(a, rate, bias, lower_bound, BOUNDED: tl.constexpr):
     if BOUNDED:
         return channel_log_decay(a, rate, bias, lower_bound, 1.0, True, True)
     else:  # `channel_log_decay` would clamp at its least log decay
-        return log_decay(a, -rate, bias)
+        return head_log_decay(a, -rate, bias)
 
 
 @triton.jit(do_not_specialize=["M", "lower_bound"])
@@ -75,7 +73,7 @@ def decay_backward(
         a = load_gates(g, row, d, row_stride, head_stride, channel_stride, inside, K)
         dresult = load_gates(dy, row, d, dy_row_stride, dy_head_stride, dy_channel_stride, inside, K).to(tl.float32)
         result = decays_of(a, rate, bias, lower_bound, BOUNDED)
-        da, more = gate_backward(dresult, result, a, rate, bias, inside, BOUNDED)
+        da, more = channel_gate_backward(dresult, result, a, rate, bias, inside, BOUNDED)
         tl.store(dg + row.to(tl.int64)[:, None] * D + d[None, :], da.to(dg.dtype.element_ty), mask=inside)
         dA += more
         dbias += da

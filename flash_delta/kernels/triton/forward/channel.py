@@ -33,8 +33,8 @@ Grid (slots HV).
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.device.channel_gate import BITS, living, log_decay, parameters
 from flash_delta.kernels.device.chunk import count_slots, find_chunk, lead, load_block, load_tile, pitch, rows_of
+from flash_delta.kernels.device.gates import BITS, channel_log_decay, channel_parameters, living
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import Channels, Solved
@@ -182,7 +182,7 @@ def explicit_scores(
         p, l, lowest = tl.zeros([16, 16], tl.float32), tl.zeros([16, 16], tl.float32), tl.zeros([16], tl.float32)
         for column in range(0, K, W):
             c = column + tl.arange(0, W)
-            rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+            rate, bias = channel_parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
             qq = load_tile(q_rows, q_strides, first, stop, column, K, 16, W).to(tl.float32) * scale
             kk = load_tile(k_rows, k_strides, first, stop, column, K, 16, W).to(tl.float32)
             if NORM:
@@ -200,7 +200,7 @@ def explicit_scores(
                 p = tl.where(o[None, :] == m, p + tl.sum(qq * weights, 1)[:, None], p)
                 l = tl.where(o[None, :] == m, l + tl.sum(kk * weights, 1)[:, None], l)
                 a = tl.load(g_rows + (first + m).to(tl.int64) * g_strides[1] + c * g_strides[3], mask=live, other=0.0)
-                decay = log_decay(living(a, live, RAW_GATE), rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED)
+                decay = channel_log_decay(living(a, live, RAW_GATE), rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED)
                 D = tl.where((o[:, None] >= m) & (m > 0), D + decay[None, :], D)
             lowest = tl.minimum(lowest, tl.min(D, 1))
         unsafe = (lowest < UNSAFE)[:, None]
@@ -243,7 +243,7 @@ def token_block(
         since = zeros
     gates, qe, ke, own = (), (), (), ()
     for m in tl.static_range(16):  # token by token: few numbers at a time
-        gates += (log_decay(g[m], rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED),)
+        gates += (channel_log_decay(g[m], rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED),)
         if m == 0:
             G += gates[0]
             since += gates[0]
@@ -310,7 +310,7 @@ def channel(
     KP: tl.constexpr = pitch(K)
     P, L, tile = P + head * C * C, L + head * C * C, head * C * KP
     tl.store(P + i[:, None] * C + i[None, :], tl.zeros([C, C], ty), mask=i[:, None] // 16 < i[None, :] // 16)
-    rate, bias = parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+    rate, bias = channel_parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     # Zeros. The load reads nothing, but decides which thread owns which channels. Without it, every vector would be
     # moved.
     zeros = tl.load(gamma + head * K + c, mask=c < tl.minimum(token, 0), other=0.0)

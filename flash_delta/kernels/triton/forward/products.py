@@ -11,7 +11,7 @@ import triton.language as tl
 
 EXPONENT = tl.constexpr(0xFF << 23)  # the bits of a float32 that hold its exponent
 BELOW = tl.constexpr(14 << 23)  # a unit is smaller than the largest number by 2^14
-LEAST = tl.constexpr(2 << 23)  # the least unit, whose inverse is finite
+LEAST_UNIT = tl.constexpr(2 << 23)  # the least unit, whose inverse is finite
 ONE = tl.constexpr(127 << 23)  # the bits of 1
 
 
@@ -22,7 +22,7 @@ def unit_of(largest):
     Numbers of up to ``largest`` are below 2^15 in this unit, and float16 holds them. Both powers are finite and not 0,
     whatever ``largest`` is.
     """
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) & EXPONENT) - BELOW, LEAST)
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) & EXPONENT) - BELOW, LEAST_UNIT)
     return exponent.to(tl.float32, bitcast=True), (0x7F000000 - exponent).to(tl.float32, bitcast=True)
 
 

@@ -25,7 +25,7 @@ computed here.
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.device.activation import gate_parameters, log_decay, strength
+from flash_delta.kernels.device.activation import strength
 from flash_delta.kernels.device.chunk import (
     count_slots,
     find_chunk,
@@ -36,12 +36,13 @@ from flash_delta.kernels.device.chunk import (
     load_tile,
     rows_of,
 )
+from flash_delta.kernels.device.gates import head_log_decay, head_parameters
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.tiles import WARP
 
-LEAST = tl.constexpr(-1024.0)  # e^-1024 is 0, and a gate of -inf becomes a finite number
+LEAST_HEAD_DECAY = tl.constexpr(-1024.0)  # e^-1024 is 0, and a gate of -inf becomes a finite number
 MOST = tl.constexpr(40.0)  # the largest exponent of a pair. Pairs above the diagonal are left out, but may not overflow
 
 
@@ -121,10 +122,10 @@ def cumulate(
     if GATE:
         x = load_row(rows_of(g, g_strides, row, hv), g_strides, token, stop, C)
         if RAW_GATE:
-            rate, bias = gate_parameters(A_log, dt_bias, hv, HAS_BIAS)
-            x = tl.where(live, log_decay(x, rate, bias), 0.0)
+            rate, bias = head_parameters(A_log, dt_bias, hv, HAS_BIAS)
+            x = tl.where(live, head_log_decay(x, rate, bias), 0.0)
             tl.store(vectors + 3 * C + i, x)
-        G = tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0)
+        G = tl.cumsum(tl.maximum(x, LEAST_HEAD_DECAY).to(tl.float64), 0)
         high = G.to(tl.float32)
         tl.store(vectors + i, high)
         tl.store(vectors + C + i, (G - high.to(tl.float64)).to(tl.float32))

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.device import activation, channel_gate
 from flash_delta.kernels.device.activation import strength
+from flash_delta.kernels.device.gates import channel_log_decay, channel_parameters, head_log_decay, head_parameters
 
 
 @triton.jit
@@ -47,9 +47,9 @@ def load_gate(
     """A head's parameters for `log_decay`."""
     rate, bias = 1.0, 0.0
     if CHANNEL:
-        rate, bias = channel_gate.parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
+        rate, bias = channel_parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     elif RAW_GATE:
-        rate, bias = activation.gate_parameters(A_log, dt_bias, hv, HAS_BIAS)
+        rate, bias = head_parameters(A_log, dt_bias, hv, HAS_BIAS)
     return rate, bias
 
 
@@ -58,9 +58,9 @@ def log_decay(
     a, rate, bias, lower_bound, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr
 ):  # fmt: skip
     if CHANNEL:
-        return channel_gate.log_decay(a, rate, bias, lower_bound, 1.0, RAW_GATE, BOUNDED)[None, :]
+        return channel_log_decay(a, rate, bias, lower_bound, 1.0, RAW_GATE, BOUNDED)[None, :]
     elif RAW_GATE:
-        return activation.log_decay(a, rate, bias)
+        return head_log_decay(a, rate, bias)
     else:
         return a.to(tl.float32)
 

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from flash_delta.kernels.hopper.channel.gates import BITS, LEAST, softplus_bits
+from flash_delta.kernels.device.gates import BITS, LEAST_DECAY
 
 K = gl.constexpr(128)
 MILD = gl.constexpr(110.0)  # bits
@@ -83,20 +83,6 @@ def sum_over(x, carried, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def log_decay(a, live, rate, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """Log decays in bits, as in channel/gates.py. They are 0 for tokens after the sequence's end."""
-    if not RAW_GATE:  # zeros were loaded after the end
-        return gl.maximum(a, lower_bound if BOUNDED else LEAST) * BITS
-    elif BOUNDED:
-        inverse, turned = -1.0 / (lower_bound * BITS), rate * -BITS
-        root = gl.rsqrt(inverse + inverse * gl.exp2(a * turned[:, None] + (bias * turned)[:, None]))
-        return gl.where(live, root * root * -1.0, 0.0)
-    else:
-        softplus = softplus_bits(a * BITS + (bias * BITS)[:, None])
-        return gl.where(live, gl.maximum(softplus * (rate * -1.0)[:, None], LEAST * BITS), 0.0)
-
-
-@gluon.jit
 def may_be_deep(tile, gate, RAW_GATE: gl.constexpr):
     """Whether a channel may fall by more than MILD within a block. For raw gates it uses an upper bound of softplus."""
     rate, bias, _ = gate
@@ -107,22 +93,9 @@ def may_be_deep(tile, gate, RAW_GATE: gl.constexpr):
             x = fall + bias[:, None]
             fall = gl.minimum(gl.exp2(x * BITS), gl.maximum(x, 0.0) + 0.7) * rate[:, None]
         else:
-            fall = gl.maximum(fall, LEAST) * -1.0
+            fall = gl.maximum(fall, LEAST_DECAY) * -1.0
         most = gl.maximum(most, gl.sum(fall, 1))
     return gl.max(most, 0) > MILD / BITS
-
-
-@gluon.jit
-def gate_backward(d, decay, a, live, rate, bias, BOUNDED: gl.constexpr):
-    """The gradients of activations and, per element, of A_log, from that of log decays, ``d``. ``decay``: in bits."""
-    x, d, decay = a + bias[:, None], gl.where(live, d, 0.0), decay * (1.0 / BITS)
-    if BOUNDED:
-        up = gl.exp2(gl.minimum(x * rate[:, None], 80.0) * BITS)
-        da = d * decay * rate[:, None] / (up + 1.0)
-        return da, da * x
-    else:
-        up = gl.exp2(gl.minimum(x * -1.0, 80.0) * BITS)
-        return d * (rate * -1.0)[:, None] / (up + 1.0), d * decay
 
 
 @gluon.jit

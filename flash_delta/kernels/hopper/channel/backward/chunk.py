@@ -4,6 +4,7 @@ from right to left (blocks.py)."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flash_delta.kernels.device.gates import gate_backward_of_rows, log_decays_of_rows
 from flash_delta.kernels.hopper.channel.backward.blocks import (
     CHANNELS,
     HALF,
@@ -12,9 +13,7 @@ from flash_delta.kernels.hopper.channel.backward.blocks import (
     between,
     deep_part,
     empty_tile,
-    gate_backward,
     load_block,
-    log_decay,
     operand,
     places,
     rounded,
@@ -57,7 +56,7 @@ def gates_of(sg, I: gl.constexpr, left, gate, RAW_GATE: gl.constexpr, BOUNDED: g
     """Activations of a block, their log decays, and which of its tokens are in the sequence."""
     rate, bias, lower_bound = gate
     a, live = load_block(sg, I), token() < left - 16 * I
-    return a, log_decay(a, live, rate, bias, lower_bound, RAW_GATE, BOUNDED), live
+    return a, log_decays_of_rows(a, live, rate, bias, lower_bound, RAW_GATE, BOUNDED), live
 
 
 @gluon.jit
@@ -153,7 +152,7 @@ def chunk_gradients(
         d = sum_over(y, r >= t, 3) + rest[:, None]
         rest += gl.sum(y, 1)
         if RAW_GATE:
-            d, of_A_log = gate_backward(d, gates, a, live, gate[0], gate[1], BOUNDED)
+            d, of_A_log = gate_backward_of_rows(d, gates, a, live, gate[0], gate[1], BOUNDED)
             dA += gl.sum(of_A_log, 1)
             dbias += gl.sum(d, 1)
         elif BOUNDED:

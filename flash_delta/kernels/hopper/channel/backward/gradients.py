@@ -44,8 +44,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
+from flash_delta.kernels.device.gates import BITS
 from flash_delta.kernels.hopper.channel.backward.blocks import (
-    BITS,
     CHANNELS,
     OF_CHANNELS,
     SHIFT,
@@ -256,7 +256,7 @@ def state_sums(ss, sds):
 
 @gluon.jit
 def load_parameters(A_log, dt_bias, item, HV):
-    """A head's rate, e^A_log, and its channels' biases. The rate is never 0 (device/channel_gate.py)."""
+    """A head's rate, e^A_log, and its channels' biases. The rate is never 0 (device/gates.py)."""
     c = gl.arange(0, K, layout=OF_CHANNELS)
     rate, bias = gl.full([K], 1.0, gl.float32, OF_CHANNELS), gl.full([K], 0.0, gl.float32, OF_CHANNELS)
     if A_log is not None:

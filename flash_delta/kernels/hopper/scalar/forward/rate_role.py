@@ -7,13 +7,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from flash_delta.kernels.device.gates import BITS, LEAST_DECAY
 from flash_delta.kernels.hopper.device.layouts import TOKENS, C
 from flash_delta.kernels.hopper.device.rings import rate, wait_free
 from flash_delta.kernels.hopper.device.work_items import clear_padding, find_piece, find_pieces
 from flash_delta.problem import Problem
-
-BITS = gl.constexpr(1.4426950408889634)  # log2(e)
-LEAST = gl.constexpr(-128.0)  # nats per token, as in device/channel_gate.py
 
 
 @gluon.jit
@@ -38,7 +36,7 @@ def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, leng
 @gluon.jit
 def find_rates(x, b, i, scale):
     """The eight vectors [1, 64] of a chunk, from log decays ``x`` and strengths ``b`` of its tokens ``i``."""
-    sums = gl.associative_scan(gl.maximum(x, LEAST).to(gl.float64), 1, add)
+    sums = gl.associative_scan(gl.maximum(x, LEAST_DECAY).to(gl.float64), 1, add)
     G = (sums * BITS).to(gl.float32)
     last = gl.sum(gl.where(i == C - 1, G, 0.0), 1)[:, None]
     l_q = gl.log2((i * 0).to(gl.float32) + scale)

@@ -37,9 +37,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_delta.kernels.device.activation import gate_parameters, log_decay, strength
-from flash_delta.kernels.device.channel_gate import BITS, LEAST
+from flash_delta.kernels.device.activation import strength
 from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
+from flash_delta.kernels.device.gates import BITS, LEAST_DECAY, head_log_decay, head_parameters
 from flash_delta.kernels.hopper.plans.prompt_list import find_slots, is_short, list_walks
 from flash_delta.kernels.hopper.plans.tape import NUMBERS as OF_TAPE
 from flash_delta.kernels.hopper.plans.tape import Tape, lay, most_programs
@@ -101,9 +101,9 @@ def rates(
         at = row.to(tl.int64) * g_batch + (token + i).to(tl.int64) * g_strides[0] + hv * g_strides[1]
         x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
         if RAW_GATE:
-            rate, bias = gate_parameters(A_log, dt_bias, hv, HAS_BIAS, known)
-            x = tl.where(live, log_decay(x, rate, bias), 0.0)
-        sums = tl.cumsum(tl.maximum(x, LEAST).to(tl.float64), 0)
+            rate, bias = head_parameters(A_log, dt_bias, hv, HAS_BIAS, known)
+            x = tl.where(live, head_log_decay(x, rate, bias), 0.0)
+        sums = tl.cumsum(tl.maximum(x, LEAST_DECAY).to(tl.float64), 0)
         G = (sums * BITS).to(tl.float32)
     b = tl.where(live, 1.0, 0.0)
     erasing = b
