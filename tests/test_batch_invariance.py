@@ -17,7 +17,7 @@ BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)] + ["hopper"] * 
 TOKENS = ("q", "k", "v", "g", "beta", "p")
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
 SMALL = Case("", "", B=1, T=140, H=1, HV=1, K=16, V=16, lengths=(66, 0, 1, 64))
-# On a GPU many sequences choose wider tiles than one, and the first one alone would be walked in segments.
+# On a GPU many sequences choose wider tiles than one, and the first one alone would be scanned in segments.
 LARGE = Case("", "", B=1, T=33_500, H=4, HV=8, K=128, V=128, lengths=(32_000, 0, 64, 1, 130, *[70] * 18))
 
 

@@ -28,7 +28,7 @@ from flash_delta.ops import _known_calls
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-LENGTHS = [0, 3, 0, 1, 6, 131, 0]  # empty ones, some shorter than a window, one longer than a program's walks
+LENGTHS = [0, 3, 0, 1, 6, 131, 0]  # empty ones, some shorter than a window, one longer than a program's scans
 TAIL = 3
 
 

@@ -107,10 +107,10 @@ def on_a_card(monkeypatch):
         ({"H": 65_536, "HV": 65_536}, "up to 65,535 heads"),
         ({"N": 70_000}, None),
         ({"N": 70_000, "needs_grad": True}, None),
-        ({"N": 40_000, "needs_grad": True, "dtype": torch.float16}, "with gradients it walks up to 32,767 sequences"),
+        ({"N": 40_000, "needs_grad": True, "dtype": torch.float16}, "with gradients it scans up to 32,767 sequences"),
         (KDA | {"N": 70_000}, None),
-        (KDA | {"N": 70_000, "batch_invariant": True}, "it walks up to 65,534 sequences"),
-        (KDA | {"N": 40_000, "needs_grad": True}, "with gradients it walks up to 32,767 sequences"),
+        (KDA | {"N": 70_000, "batch_invariant": True}, "it scans up to 65,534 sequences"),
+        (KDA | {"N": 40_000, "needs_grad": True}, "with gradients it scans up to 32,767 sequences"),
     ],
 )
 def test_what_it_cannot_run_it_says(on_a_card, changes, reason):
@@ -136,47 +136,47 @@ def test_what_else_is_said_of_a_call(on_a_card):
     )
     said = backend.remark(problem(T=32768, N=1, HV=8, needs_grad=True))
     assert said == (
-        "it walks sequences in segments of 2048 tokens, up to 16 of them side by side; so does its backward pass"
+        "it scans sequences in segments of 2048 tokens, up to 16 of them side by side; so does its backward pass"
     )
     assert backend.remark(problem(T=32768, N=1, HV=8, K=256, V=256)) is None, "wide heads are not split"
     padded = backend.remark(problem(T=32768, N=1, HV=8, K=60, V=100))
     assert padded == (
-        "it pads heads of 60 and 100 to 128 columns, in copies of q, k, v and o; it walks sequences in segments of "
+        "it pads heads of 60 and 100 to 128 columns, in copies of q, k, v and o; it scans sequences in segments of "
         "2048 tokens, up to 16 of them side by side"
     )
     columns = backend.remark(problem(T=32768, N=1, HV=4, V=256))
     assert columns == (
-        "it walks every head's 256 values as 2 heads of 128; it walks sequences in segments of 2048 tokens, "
+        "it scans every head's 256 values as 2 heads of 128; it scans sequences in segments of 2048 tokens, "
         "up to 16 of them side by side"
     )
     unknown = problem(T=32768, N=5, HV=8)
-    parts = "it walks sequences of 3200 tokens or more in up to 16 parts, side by side"
+    parts = "it scans sequences of 3200 tokens or more in up to 16 parts, side by side"
     assert backend.remark(unknown) == parts
     for known in ({"lengths": (32000, 500, 200, 60, 8)}, {"needs_grad": True}, {"batch_invariant": True}):
         assert backend.remark(unknown._replace(**known)) != parts
     prompt = problem(T=32768, N=1, HV=8, pool=torch.float32)
-    parts = "it walks prompts of 3200 tokens or more in up to 16 parts, side by side"
+    parts = "it scans prompts of 3200 tokens or more in up to 16 parts, side by side"
     assert backend.remark(prompt) == backend.remark(prompt._replace(batch_invariant=True, N=5)) == parts
     assert backend.remark(prompt._replace(HV=48)) is None
     assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None
     prompts = problem(**KDA, pool=torch.float32)
-    assert backend.remark(prompts._replace(HV=64)) == "one kernel walks the prompts"
-    assert backend.remark(prompts._replace(max_prompts=3)) == "one kernel walks the prompts"
-    halves = "it walks half a state per program"
-    assert backend.remark(prompts) == f"{halves}; one kernel walks more than 2 prompts"
+    assert backend.remark(prompts._replace(HV=64)) == "one kernel scans the prompts"
+    assert backend.remark(prompts._replace(max_prompts=3)) == "one kernel scans the prompts"
+    halves = "it scans half a state per program"
+    assert backend.remark(prompts) == f"{halves}; one kernel scans more than 2 prompts"
     for alone in ({"N": 2}, {"max_prompts": 1}, {"batch_invariant": True}):
         assert backend.remark(prompts._replace(**alone)) == halves
-    parts = "it walks half a state per program; where gates forget one kernel does it all in 4 parts"
+    parts = "it scans half a state per program; where gates forget one kernel does it all in 4 parts"
     assert backend.remark(problem(**KDA, N=1)) == parts
     assert backend.remark(problem(**KDA, N=8)) == "one kernel does it all"
     logs = KDA | {"lower_bound": None, "g_dtype": torch.float32}
     assert backend.remark(problem(**logs, N=8)) == "one kernel does it all"
     assert backend.remark(problem(**KDA, N=1, HV=64)) == "one kernel does it all", "with half a state per program"
-    assert backend.remark(problem(**KDA, N=1, batch_invariant=True)) == "'triton' walks the states"
+    assert backend.remark(problem(**KDA, N=1, batch_invariant=True)) == "'triton' scans the states"
     said = backend.remark(problem(**KDA, N=8, needs_grad=True))
-    assert "'triton' walks the states back, and finds the gradients of chunks: by hand they are found for" in said
+    assert "'triton' scans the states back, and finds the gradients of chunks: by hand they are found for" in said
     said = backend.remark(problem(**KDA, T=32768, N=1, HV=4, H=4))
-    assert said.startswith("'triton' walks sequences in segments of")
+    assert said.startswith("'triton' scans sequences in segments of")
 
 
 @pytest.mark.parametrize("name", ["packed", "in-kernel", "state-v-first", "no-initial-state"])

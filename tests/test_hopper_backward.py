@@ -13,12 +13,12 @@ from flash_delta.compiler.cases.tuning_hopper import STAGES
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.hopper.scalar.backward import run as by_hand
-from flash_delta.kernels.hopper.scalar.backward import walk
+from flash_delta.kernels.hopper.scalar.backward import scan_gradients
 from flash_delta.kernels.hopper.scalar.forward import loop
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
-from flash_delta.kernels.hopper.scalar.segments.memory import new_maps, new_walk
-from flash_delta.kernels.hopper.scalar.segments.run import run_walk
+from flash_delta.kernels.hopper.scalar.segments.memory import new_maps, new_segmented_scan
+from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.triton.backend import gradients_of
 from flash_delta.ops import _backend, _function
@@ -57,8 +57,8 @@ KERNELS = (
     (loop, "scalar.forward.loop", "forward_loop"),
     (factor, "scalar.segments.factor", "factor_chunks"),
     (maps, "scalar.segments.maps", "find_maps"),
-    (scan, "scalar.segments.scan", "walk_segments"),
-    (walk, "scalar.backward.walk", "walk_back"),
+    (scan, "scalar.segments.scan", "scan_segments"),
+    (scan_gradients, "scalar.backward.scan_gradients", "scan_gradients"),
 )
 
 
@@ -97,13 +97,13 @@ def forward_by_hand(p, x, how):
     o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), new_rates(p)
     length = None if isinstance(how, LoopTile) else how
     saved, left = by_hand.for_backward(p), None if length is None else new_maps(p, length)
-    walked, *kept = saved.views()
+    tensors, *kept = saved.views()
     c = make_call(p, x, ("test",))
-    run_rates(c, o, rates, walked)
+    run_rates(c, o, rates, tensors)
     if isinstance(how, LoopTile):
-        loop.run_loop(c, o, final, rates, walked.A, how, trace=kept[0] if kept else None)
+        loop.run_loop(c, o, final, rates, tensors.A, how, trace=kept[0] if kept else None)
     else:
-        run_walk(c, o, final, rates, new_walk(p, length, walked.A, left), *kept)
+        run_segmented_scan(c, o, final, rates, new_segmented_scan(p, length, tensors.A, left), *kept)
     return Outputs(o, final, (saved.buffer,), planned=() if left is None else (left,))
 
 
@@ -136,7 +136,7 @@ def test_repeated_keys(by_hand_in, width, how):
 def test_stage_of_the_tuner(by_hand_in, monkeypatch):
     monkeypatch.setattr(backend, "forward", lambda p, x: forward_by_hand(p, x, None))
     by_hand_in(None)
-    stage = STAGES["walk_back"]
+    stage = STAGES["scan_gradients"]
     made = stage.make("cpu", B=1, T=100, H=1, HV=2)
     got, want = stage.launch(made, stage.tiles("sm_90a")[0]), stage.truth(made)
     assert all(relative_error(got[name], want[name]) < 1e-2 for name in ("q", "k", "v", "g", "beta"))

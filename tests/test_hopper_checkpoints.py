@@ -1,4 +1,4 @@
-"""Checkpoints of a prompt that the Hopper backend walks in parts: on a GPU of that kind, or emulated."""
+"""Checkpoints of a prompt that the Hopper backend scans in parts: on a GPU of that kind, or emulated."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ __all__ = ["launched"]
 
 @pytest.fixture
 def split(launched, monkeypatch):
-    """Prompts are walked in parts of so many chunks, or one more."""
+    """Prompts are scanned in parts of so many chunks, or one more."""
     return lambda chunks: cut_prompts_at(monkeypatch, 2, chunks, 16)
 
 
@@ -167,7 +167,7 @@ def test_windows_are_kept_with_checkpoints(split, launched, kind):
 
 @pytest.mark.parametrize("chunks", [None, 1, 2])
 def test_a_prompt_goes_on_from_any_checkpoint(split, chunks):
-    """With its window; walked whole, or in parts."""
+    """With its window; scanned whole, or in parts."""
     if chunks is not None:
         split(chunks)
     x = make_prompts("gdn-raw", (200,), behind=3, slots=6, **TINY)
@@ -201,7 +201,7 @@ def test_batch_invariance_cuts_as_well(split, launched):
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
 def test_long_prompts_as_planned(H, HV, pool):
     """Neither checkpoints, nor ``batch_invariant``, nor other sequences change a bit. Every checkpoint is within what
-    rounding allows of the state of one walk, and a second call gives the same bits."""
+    rounding allows of the state of one scan, and a second call gives the same bits."""
     lengths = (300, 10300, 1, 64, 20000, 1)
     x = make_prefill(
         "gdn-raw", lengths, slots=24, H=H, HV=HV, K=128, V=128, dtype=torch.bfloat16, device=DEVICE, pool=pool

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.compiler.cases.tuning_hopper import STAGES
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.channel import forget, loop, prepare, run, walk
+from flash_delta.kernels.hopper.channel import forget, loop, prepare, run, scan
 from flash_delta.kernels.hopper.channel.backward import gradients
 from flash_delta.kernels.hopper.plans import tiles
 from flash_delta.kernels.runtime import calls
@@ -76,9 +76,9 @@ def inputs_of(case, g_dtype=torch.bfloat16, device="cpu"):
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The backend with its kernels emulated, as the choice of every call. `channel_loop` does it all, with whole states
-    or with halves, or `walk_channels` walks, or `scan`."""
+    or with halves, or `scan_channels` scans, or `scan`."""
     kernels = (
-        (loop, "channel_loop"), (prepare, "prepare"), (walk, "walk_channels"), (gradients, "chunk_back"),
+        (loop, "channel_loop"), (prepare, "prepare"), (scan, "scan_channels"), (gradients, "chunk_back"),
         (forget, "find_forgetting"),
     )  # fmt: skip
     for module, name in kernels:
@@ -89,7 +89,7 @@ def on_cpu(monkeypatch):
     def chosen(how):
         tile = tiles.CHANNEL_HALF if how == "half" else tiles.CHANNEL_WHOLE
         monkeypatch.setattr(run, "channel_tile", lambda p, chip: tile if how in ("loop", "half") else None)
-        monkeypatch.setattr(run, "may_walk", lambda p, chip: True)
+        monkeypatch.setattr(run, "may_scan_channels", lambda p, chip: True)
         monkeypatch.setattr(run, "_scans", lambda p: p.writes_states or how == "scan")
         monkeypatch.setattr(run, "loop_parts", lambda p, chip: 3 if how == "parts" else 1)
         take_every_call(monkeypatch, backend.forward, backend.backward)
@@ -100,7 +100,7 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("cell", "g_dtype", "how"),
     [
-        *((cell, torch.bfloat16, "walk") for cell in CELLS),
+        *((cell, torch.bfloat16, "scan_channels") for cell in CELLS),
         *((cell, torch.float32, "scan") for cell in WIDE),
         *((cell, torch.bfloat16, "loop") for cell in CELLS),
         *((cell, torch.float32, "loop") for cell in WIDE),
@@ -120,7 +120,7 @@ def test_against_the_recurrence(on_cpu, cell, g_dtype, how):
         assert relative_error(got, want) <= allowed(relative_error(rounded, want), dtype)
 
 
-@pytest.mark.parametrize("how", ["walk", "loop", "parts"])
+@pytest.mark.parametrize("how", ["scan_channels", "loop", "parts"])
 @pytest.mark.parametrize("name", ["first-above-0", "down-and-up", "all"])
 @torch.no_grad()
 def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name, how):
@@ -135,8 +135,8 @@ def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name, how):
 @pytest.mark.parametrize(
     ("form", "decay", "how"),
     [
-        ("bounded", "mild", "walk"),
-        ("steep", "mild", "walk"),
+        ("bounded", "mild", "scan_channels"),
+        ("steep", "mild", "scan_channels"),
         ("bounded", "mild", "loop"),
         ("bounded", "strong", "loop"),
         ("steep", "mild", "loop"),
@@ -210,8 +210,8 @@ def test_no_bit_depends_on_borders(on_cpu, monkeypatch, options, decay):
 @pytest.mark.parametrize("lengths", [None, (0, 500, 1, 20)])
 @torch.no_grad()
 def test_parts(on_cpu, monkeypatch, lengths, options):
-    """Where gates forget, sequences are walked in parts, to the bits of a walk of the whole. In the second call one
-    channel of one head does not forget, and `prepare` and `walk_channels` do it all."""
+    """Where gates forget, sequences are scanned in parts, to the bits of a scan of the whole. In the second call one
+    channel of one head does not forget, and `prepare` and `scan_channels` do it all."""
     case = replace(ROW, T=521, H=1, HV=2, lengths=lengths, options=options)
     x = inputs_of(case, torch.float32)
     raw = "use_gate_in_kernel" in options
@@ -227,7 +227,7 @@ def test_parts(on_cpu, monkeypatch, lengths, options):
     x["g"].data[..., 1, 77] = -30.0 if raw else -0.01
     parts = KDA.op(**x)
     assert 0 in forgets[-1][:programs]
-    on_cpu("walk")
+    on_cpu("scan_channels")
     assert all(map(torch.equal, KDA.op(**x), parts))
 
 
@@ -237,14 +237,14 @@ def test_no_parts_without_a_bound(on_cpu, monkeypatch):
     x = inputs_of(replace(ROW, T=70, options=FREE), torch.float32)
     looked = []
     monkeypatch.setattr(run, "run_find_forgetting", lambda *given: looked.append(given))
-    on_cpu("walk")
+    on_cpu("scan_channels")
     want = KDA.op(**x)
     on_cpu("parts")
     assert all(map(torch.equal, KDA.op(**x), want))
     assert not looked
 
 
-@pytest.mark.parametrize("how", ["walk", "loop"])
+@pytest.mark.parametrize("how", ["scan_channels", "loop"])
 @torch.no_grad()
 def test_parameters_may_be_missing(on_cpu, how):
     x = make_inputs(replace(ROWS, T=70, options={"use_gate_in_kernel": True, "lower_bound": -4.0}), KDA, torch.bfloat16)
@@ -256,7 +256,7 @@ def test_parameters_may_be_missing(on_cpu, how):
     assert all(map(torch.equal, KDA.op(**x), want))
 
 
-@pytest.mark.parametrize("how", ["walk", "loop"])
+@pytest.mark.parametrize("how", ["scan_channels", "loop"])
 @torch.no_grad()
 def test_tensors_that_no_descriptor_can_describe_are_copied(on_cpu, how):
     x = make_inputs(ROWS, KDA, torch.bfloat16)

@@ -32,7 +32,12 @@ def row(kind, T, **changes):
 
 @pytest.mark.parametrize(
     ("how", "gates", "most"),
-    [("loop", "dt_bias = 0", 2.55e-3), ("loop", "", 2.7e-3), ("walk", "dt_bias = 0", 2.3e-3), ("walk", "", 2.95e-3)],
+    [
+        ("loop", "dt_bias = 0", 2.55e-3),
+        ("loop", "", 2.7e-3),
+        ("scan_channels", "dt_bias = 0", 2.3e-3),
+        ("scan_channels", "", 2.95e-3),
+    ],
 )
 @torch.no_grad()
 def test_final_states(on_cpu, how, gates, most):  # noqa: F811
@@ -44,7 +49,7 @@ def test_final_states(on_cpu, how, gates, most):  # noqa: F811
 
 
 def test_gradients(on_cpu):  # noqa: F811
-    """In the walk back a gradient is rounded once for A, and that of o is not rounded for the scale."""
+    """On the way back a gradient is rounded once for A, and that of o is not rounded for the scale."""
     x, wide = row("training", 512, states=False)
     limits = {"k": 4.2e-3, "v": 3.65e-3, "g": 3.8e-3, "beta": 3.8e-3}
     do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -81,12 +86,12 @@ def test_unit_of_gradients_of_states(scale, dtype, unit):
         ("loop", 1.999, 0.0, {"o": 0.06, "final_state": 0.07}),
         ("half", 1.999, 0.0, {"o": 0.06, "final_state": 0.07}),
         (
-            "walk",
+            "scan_channels",
             1.999,
             0.0,
             {"o": 0.06, "final_state": 0.07, "dq": 0.07, "dk": 0.05, "dv": 0.06, "dg": 0.07, "dbeta": 0.15},
         ),
-        ("walk", 0.9, -1e-3, {"o": 0.032, "final_state": 0.043, "dv": 0.04, "dbeta": 0.08}),
+        ("scan_channels", 0.9, -1e-3, {"o": 0.032, "final_state": 0.043, "dv": 0.04, "dbeta": 0.08}),
     ],
 )
 def test_repeated_keys(on_cpu, how, beta, decay, limits):  # noqa: F811

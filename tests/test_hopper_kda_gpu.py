@@ -30,9 +30,9 @@ LONG_TRAINING = TRAINING | {
 }
 
 
-@pytest.fixture(params=["loop", "half", "walk", "scan"])
+@pytest.fixture(params=["loop", "half", "scan_channels", "scan"])
 def walking(request, monkeypatch):
-    """`channel_loop` does it all, with whole states or with halves, or `walk_channels` walks, or `scan`."""
+    """`channel_loop` does it all, with whole states or with halves, or `scan_channels` scans, or `scan`."""
     tile = tiles.CHANNEL_HALF if request.param == "half" else tiles.CHANNEL_WHOLE
     monkeypatch.setattr(run, "channel_tile", lambda p, chip: tile if request.param in ("loop", "half") else None)
     monkeypatch.setattr(run, "_scans", lambda p: p.writes_states or request.param == "scan")
@@ -65,8 +65,8 @@ def test_against_the_recurrence(walking, cell, g_dtype):
 @pytest.mark.parametrize("lengths", [None, (1700, 0, 800)])
 @torch.no_grad()
 def test_parts(monkeypatch, lengths, options, forgets):
-    """Where gates forget, the loop walks parts, to the bits of its walk of the whole. If one channel of one head does
-    not, `prepare` and `walk_channels` do it all, to the bits that they have without parts."""
+    """Where gates forget, the loop scans parts, to the bits of its scan of the whole. If one channel of one head does
+    not, `prepare` and `scan_channels` do it all, to the bits that they have without parts."""
     case = replace(ROWS, B=1, T=2600, H=8, HV=8, lengths=lengths, options=options)
     x = make_inputs(case, KDA, torch.bfloat16, "cuda")
     raw = "use_gate_in_kernel" in options
@@ -81,9 +81,9 @@ def test_parts(monkeypatch, lengths, options, forgets):
         monkeypatch.setattr(run, "loop_parts", lambda p, chip: parts)
         return KDA.op(**x)
 
-    want = results("loop" if forgets else "walk", 1)
+    want = results("loop" if forgets else "scan_channels", 1)
     for _ in range(20):
-        assert all(map(torch.equal, results("walk", 4), want))
+        assert all(map(torch.equal, results("scan_channels", 4), want))
 
 
 @pytest.mark.parametrize("decay", ["mild", "strong"])

@@ -15,7 +15,7 @@ from prompt_truth import check_resumed, make_prompts, on_cpu, prompts_truth, run
 from serving_truth import slots
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.channel import prefill, prepare, prompts, walk
+from flash_delta.kernels.hopper.channel import prefill, prepare, prompts, scan
 from flash_delta.kernels.hopper.plans import splits
 from flash_delta.kernels.hopper.plans.splits import channel_pool_launches
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE
@@ -41,25 +41,25 @@ TINY = {"H": 1, "HV": 2, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": 
 KINDS = ("kda-bounded", "kda-raw", "kda")
 
 
-@pytest.fixture(params=["loop", "walk"])
+@pytest.fixture(params=["loop", "scan_channels"])
 def launched(monkeypatch, request):
-    """The loop walks all prompts, or `prepare` and the walk do, or "both": these a single prompt, the loop several.
+    """The loop scans all prompts, or `prepare` and the scan do, or "both": these a single prompt, the loop several.
     Without a GPU the kernels are emulated. A function that says what was launched since it was asked before: the number
-    of halves of a state per program of the loop, or 0 for the walk. None on a GPU."""
+    of halves of a state per program of the loop, or 0 for the scan. None on a GPU."""
     _known_calls.calls.clear()
     way = request.param
-    monkeypatch.setattr(splits, "may_walk", lambda p, chip: way != "loop")
+    monkeypatch.setattr(splits, "may_scan_channels", lambda p, chip: way != "loop")
     monkeypatch.setattr(prefill, "PREFILL", ("prefill", "hopper", "channel", way))  # its own: launches are remembered
-    chip = Chip("sm_90", {"loop": 3, "walk": 132, "both": 5}[way])
+    chip = Chip("sm_90", {"loop": 3, "scan_channels": 132, "both": 5}[way])
     if DEVICE == "cuda":
         if way == "both":
             monkeypatch.setattr(prefill, "chip_of", lambda device: chip)
         yield lambda: None
         return
     noted, root = [], "flash_delta.kernels.hopper"
-    for module, name in ((prompts, "channel_prompts"), (prepare, "prepare"), (walk, "walk_channels")):
+    for module, name in ((prompts, "channel_prompts"), (prepare, "prepare"), (scan, "scan_channels")):
         function = vars(emulated(root, module.__name__.removeprefix(f"{root}.")))[name]
-        halves = {"channel_prompts": lambda own: [own["HALVES"]], "walk_channels": lambda own: [0]}
+        halves = {"channel_prompts": lambda own: [own["HALVES"]], "scan_channels": lambda own: [0]}
         of = halves.get(name, lambda own: [])
         monkeypatch.setattr(module, name, Kernel(function, lambda own, of=of: noted.extend(of(own))))
     monkeypatch.setattr(prefill, "chip_of", lambda device: chip)
@@ -106,7 +106,7 @@ def test_against_the_recurrence(launched, kind, pool, v_first, batch_invariant):
 @pytest.mark.parametrize("H", [1, 3])
 def test_gates_in_float32(launched, H):
     """Several states per program; key heads that value heads share or do not; sequences that go on in their own slots,
-    so that it shows if two kernels walk one of them."""
+    so that it shows if two kernels scan one of them."""
     x = mixed("kda", (40, 2, 33), H=H, HV=3)
     x["write_indices"] = x["read_indices"]
     x["g"] = x["g"].float() * 1.001
@@ -218,8 +218,8 @@ def test_halves(launched, pool):
 @runs
 @pytest.mark.parametrize("launched", ["both"], indirect=True)
 def test_one_prompt_or_several(launched):
-    """The walk takes one and the loop several, in their own slots, so that it shows if two kernels walk one of them.
-    More prompts than promised are walked, too."""
+    """The scan takes one and the loop several, in their own slots, so that it shows if two kernels scan one of them.
+    More prompts than promised are scanned, too."""
     several, alone = mixed("kda-raw"), make_prefill("kda-raw", (3, 130, 1, 0), **TINY)
     for x, most in ((several, None), (alone, None), (several, 4), (several, 1), (alone, 1), (alone, 2)):
         call = x | {"write_indices": x["read_indices"], "max_prompts": most}
@@ -228,7 +228,7 @@ def test_one_prompt_or_several(launched):
     assert not torch.equal(*(run("kda-raw", several | {"max_prompts": most}, "hopper")[1] for most in (None, 1)))
     for most in (None, 2):
         same = map(torch.equal, *(run("kda-raw", alone | {"max_prompts": of}, "hopper") for of in (most, 1)))
-        assert all(same) == (most is None), "the walk has other bits than the loop"
+        assert all(same) == (most is None), "the scan has other bits than the loop"
 
 
 @runs
@@ -335,4 +335,4 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form, HV):
     around, *_ = around_of(p.op, arguments.get("convolution"), arguments.get("output_norm"))
     backend.prefill(p, x, s, around)
     assert sum(asked) == backend.workspace_bytes(p, x)
-    assert (max(asked) > 2**28) == (HV == 32), "memory for what `prepare` hands to the walk"
+    assert (max(asked) > 2**28) == (HV == 32), "memory for what `prepare` hands to the scan"

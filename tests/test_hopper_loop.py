@@ -67,7 +67,7 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_against_the_recurrence(on_cpu, name, width, tile):
-    """Three programs, so that some walk several states and some none."""
+    """Three programs, so that some scan several states and some none."""
     member, dtype = MEMBERS["gdn"], torch.bfloat16
     x = make_inputs(small(name, width), member, dtype)
     wide = {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}

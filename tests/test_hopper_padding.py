@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.scalar.backward import walk
+from flash_delta.kernels.hopper.scalar.backward import scan_gradients
 from flash_delta.kernels.hopper.scalar.forward import loop
 from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
@@ -23,8 +23,8 @@ KERNELS = (
     (loop, "scalar.forward.loop", "forward_loop"),
     (factor, "scalar.segments.factor", "factor_chunks"),
     (maps, "scalar.segments.maps", "find_maps"),
-    (scan, "scalar.segments.scan", "walk_segments"),
-    (walk, "scalar.backward.walk", "walk_back"),
+    (scan, "scalar.segments.scan", "scan_segments"),
+    (scan_gradients, "scalar.backward.scan_gradients", "scan_gradients"),
 )
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
 ROWS = Case("", "", B=2, T=70, H=1, HV=2, K=100, V=100)

@@ -5,7 +5,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.kernels.hopper.plans.splits import CHANNEL_TILES, channel_tile, loop_tile, may_walk, split_length
+from flash_delta.kernels.hopper.plans.splits import (
+    CHANNEL_TILES,
+    channel_tile,
+    loop_tile,
+    may_scan_channels,
+    split_length,
+)
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, SLIM, WIDE
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.problem import Problem
@@ -68,7 +74,7 @@ def test_only_so_few_heads_walk():
     for HV in range(1, 140):
         for lengths in ((64,), (1024,) * 2, (8192,), (2**20,), (65536, *(64,) * 9)):
             tile = channel_tile(problem(HV, *lengths, gate="channel"), H200)
-            assert tile in CHANNEL_TILES or may_walk(problem(HV, 64), H200)
+            assert tile in CHANNEL_TILES or may_scan_channels(problem(HV, 64), H200)
 
 
 def test_a_long_sequence_among_short_ones_has_halves_if_the_host_knows():

@@ -291,7 +291,7 @@ def test_no_bit_of_a_prompt_in_parts_depends_on_others(launched, monkeypatch, sh
     lengths = (70, 330, 1, 192, 0, 17)
     x = make_prefill("gdn-raw", lengths, behind=9, slots=40, **(TINY | shape | {"pool": pool, "v_first": v_first}))
     x["has_initial_state"] = slots([1, 1, 1, 0, 1, 1], x).bool()
-    x["g"] = x["g"] - 6  # with gates that forget, a start has the bits that it would have in one walk
+    x["g"] = x["g"] - 6  # with gates that forget, a start has the bits that it would have in one scan
     o, after = check("gdn-raw", x, "hopper")
     kept = {"checkpoint_indices": slots([range(12 + 4 * n, 16 + 4 * n) for n in range(6)], x), "checkpoint_every": 64}
     for changes in (kept, {"batch_invariant": True}):
@@ -317,7 +317,7 @@ def test_no_bit_of_a_prompt_in_parts_depends_on_others(launched, monkeypatch, sh
 
 @runs
 def test_prompts_in_parts_in_place(launched, monkeypatch):
-    """The last part may be walked before the first one, whose state it overwrites."""
+    """The last part may be scanned before the first one, whose state it overwrites."""
     cut_prompts_at(monkeypatch, 2, 1, 16)
     x = make_prefill("gdn-raw", (330, 70, 320), slots=8, **TINY)
     apart, pools = run("gdn-raw", x, "hopper")
@@ -381,9 +381,9 @@ def test_the_list_of_parts(room):
     lengths = [int(draw.lognormvariate(5, 1.5)) * (draw.random() > 0.1) for _ in range(200)]
     N, bounds = len(lengths), torch.tensor([0, *lengths]).cumsum(0)
     index = torch.arange(N).where(torch.rand(N) < 0.7, -1)
-    walks, parts = (torch.full((2 + 10 * (N + room),), -7, dtype=torch.int32) for _ in range(2))
-    list_parts(walks, parts, (index, index + 1000), bounds, N, (cut, room, 100))
-    walks, lines, starts, cuts = walks.tolist(), parts[2:].view(-1, 5).tolist(), 0, []
+    prompts, parts = (torch.full((2 + 10 * (N + room),), -7, dtype=torch.int32) for _ in range(2))
+    list_parts(prompts, parts, (index, index + 1000), bounds, N, (cut, room, 100))
+    prompts, lines, starts, cuts = prompts.tolist(), parts[2:].view(-1, 5).tolist(), 0, []
     own = emulated("flash_delta.kernels.hopper", "device.segment_bounds").part_length
     found = 0
     for n, tokens in enumerate(lengths):
@@ -391,32 +391,36 @@ def test_the_list_of_parts(room):
             continue
         length, chunks = part_length(tokens, cut), -(-tokens // 64)
         assert (length, (-(-chunks // length) - 1) * length) == own(tokens, cut)
-        if room < 1000 and walks[3 + 3 * found] >= 0:
+        if room < 1000 and prompts[3 + 3 * found] >= 0:
             length = chunks
         count = -(-chunks // length)
         for j in range(count):
             m, start = found + j, 100 + 2 * (starts + j) if count > 1 else -1
-            assert walks[1 + 3 * m : 4 + 3 * m] == [n, -1 if j else n, n + 1000 if j == count - 1 else -1]
+            assert prompts[1 + 3 * m : 4 + 3 * m] == [n, -1 if j else n, n + 1000 if j == count - 1 else -1]
             assert lines[m][:3] == [j * length, min((j + 1) * length, chunks), start]
             assert count == 1 or lines[starts + j][3] == m
         cuts += [starts] * (count > 1)
         found, starts = found + count, starts + count * (count > 1)
-    assert (walks[0], parts[:2].tolist()) == (found, [starts, len(cuts)])
+    assert (prompts[0], parts[:2].tolist()) == (found, [starts, len(cuts)])
     assert [line[4] for line in lines[: len(cuts)]] == cuts
     assert starts > 5 if room > 5 else 0 < starts <= 5
     assert {x for line in lines[max(found, starts) :] for x in line} == {-7}, "nothing is written after the list"
 
 
-def list_parts(walks, parts, indices, bounds, N, cutting):
+def list_parts(prompts, parts, indices, bounds, N, cutting):
     import triton
     import triton.language as tl
 
     @triton.jit
-    def listing(walks, parts, read, write, cu_seqlens, N, T, cut, room, before, HV: tl.constexpr, SHORT: tl.constexpr):
+    def listing(
+        prompts, parts, read, write, cu_seqlens, N, T, cut, room, before, HV: tl.constexpr, SHORT: tl.constexpr
+    ):
         tables, slots = (read, write, None, 1, 1, 0), (2000, -1)
-        prompt_list.list_walks(walks, parts, tables, cu_seqlens, N, T, slots, cut + (room, before), HV, 64, SHORT)  # noqa: RUF005
+        prompt_list.write_prompt_list(
+            prompts, parts, tables, cu_seqlens, N, T, slots, (*cut, room, before), HV, 64, SHORT
+        )
 
-    listing[(1,)](walks, parts, *indices, bounds, N, int(bounds[-1]), *cutting, 2, 16)
+    listing[(1,)](prompts, parts, *indices, bounds, N, int(bounds[-1]), *cutting, 2, 16)
 
 
 def test_launches_for_the_prompts_that_there_may_be():

@@ -1,4 +1,4 @@
-"""The Hopper walk in segments on a CPU: Triton's interpreter runs `rates` and `compose_maps`; the rest is emulated."""
+"""The Hopper scan in segments on a CPU: Triton's interpreter runs `rates` and `compose_maps`; the rest is emulated."""
 
 import os
 from dataclasses import replace
@@ -12,8 +12,8 @@ import flash_delta
 from flash_delta.kernels.hopper.plans.splits import split_endless, split_length
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
-from flash_delta.kernels.hopper.scalar.segments.memory import new_walk
-from flash_delta.kernels.hopper.scalar.segments.run import run_walk
+from flash_delta.kernels.hopper.scalar.segments.memory import new_segmented_scan
+from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
@@ -56,7 +56,7 @@ def on_cpu(monkeypatch):
     """The backend with its kernels emulated, as the choice of every call, in segments of so many chunks."""
     kernels = {
         name: getattr(emulated("flash_delta.kernels.hopper", f"scalar.segments.{module}"), name)
-        for module, name in (("factor", "factor_chunks"), ("maps", "find_maps"), ("scan", "walk_segments"))
+        for module, name in (("factor", "factor_chunks"), ("maps", "find_maps"), ("scan", "scan_segments"))
     }
     for module, (name, kernel) in zip((factor, maps, scan), kernels.items(), strict=True):
         monkeypatch.setattr(module, name, Kernel(kernel))
@@ -68,7 +68,7 @@ def on_cpu(monkeypatch):
             o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), new_rates(p)
             c = make_call(p, x, ("test",))
             run_rates(c, o, rates)
-            run_walk(c, o, final, rates, new_walk(p, 64 * chunks if chunks else None))
+            run_segmented_scan(c, o, final, rates, new_segmented_scan(p, 64 * chunks if chunks else None))
             return Outputs(o, final)
 
         take_every_call(monkeypatch, forward)
@@ -106,7 +106,7 @@ def test_wrong_bounds_leave_no_tensor(on_cpu, monkeypatch, name):
 @pytest.mark.parametrize(("width", "chunks"), [(64, 1), (128, 2), (256, 0)])
 @torch.no_grad()
 def test_repeated_keys(on_cpu, width, chunks):
-    """A chunk with a beta above 1 keeps what A loses by rounding, in the walk and in the maps of segments."""
+    """A chunk with a beta above 1 keeps what A loses by rounding, in the scan and in the maps of segments."""
     member, x = MEMBERS["gdn"], repeated(1.999, K=width)
     on_cpu(chunks)
     (o, _), want = member.op(**x), truth(member, x)
@@ -116,7 +116,7 @@ def test_repeated_keys(on_cpu, width, chunks):
 @pytest.mark.parametrize("width", [64, 128])
 @torch.no_grad()
 def test_a_map_that_has_faded_is_left(on_cpu, width):
-    """With the same bits as if it had been walked to its end; that of the other head does not fade."""
+    """With the same bits as if it had been scanned to its end; that of the other head does not fade."""
     x = make_inputs(replace(ROW, HV=2, T=500, K=width, V=width), MEMBERS["gdn"], torch.bfloat16)
     x["g"][..., 0] = -1.0
     outputs = []

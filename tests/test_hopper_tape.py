@@ -12,7 +12,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.plans import tape as tapes
 from flash_delta.kernels.hopper.plans.lost import _words, check_states, word_of
-from flash_delta.kernels.hopper.plans.tiles import NARROW, SLIM, WIDE, Pace, count_programs, needs_tape, walk_needs_tape
+from flash_delta.kernels.hopper.plans.tiles import (
+    NARROW,
+    SLIM,
+    WIDE,
+    Pace,
+    backward_needs_tape,
+    count_programs,
+    needs_tape,
+)
 from flash_delta.testing import MEMBERS
 from tests import test_hopper_loop
 from tests.hostile_bounds import HOSTILE, hostile
@@ -24,31 +32,31 @@ DRAW = random.Random(5)
 LENGTHS = (900, 130, 0, 64, 700, 1, 300)
 
 
-def laid(bounds, N, T, HV, programs, walks=None, pace=PACE):
+def laid(bounds, N, T, HV, programs, prompts=None, pace=PACE):
     """The borders of a tape, as pairs. A tape has other numbers before."""
     p = SimpleNamespace(N=N, HV=HV, K=1, V=1, device=torch.device("cpu"))
     tape = tapes.new_tape(p, programs, pace)
     tape.table.fill_(-7), tape.marks.fill_(-7)
-    if walks is None:
+    if prompts is None:
         numbers = (*tape.numbers, N, T, HV, 64, bounds is not None, False, tapes.most_programs(programs), False)
         tapes.lay_tape[(1,)](tape.table, tape.marks, bounds, *numbers)
     else:
-        lay_listed(tape, bounds, walks, N, T, HV)
+        lay_listed(tape, bounds, prompts, N, T, HV)
     flags = tape.table[5 + 2 * programs : 5 + 4 * programs]
     assert tape.table[:3].tolist() == [0, tapes.PATIENCE, word_of(p.device)]
     assert not flags.any()
     return tape.table[3 : 5 + 2 * programs].view(-1, 2).tolist()
 
 
-def lay_listed(tape, bounds, walks, N, T, HV):
+def lay_listed(tape, bounds, prompts, N, T, HV):
     import triton
     import triton.language as tl
 
     @triton.jit
-    def listed(table, marks, cu_seqlens, walks, a, b, c, d, e, f, N, T, HV: tl.constexpr, PROGRAMS: tl.constexpr):
-        tapes.lay(table, marks, (a, b, c, d, e, f), cu_seqlens, walks, None, N, T, HV, 64, True, PROGRAMS)
+    def listed(table, marks, cu_seqlens, prompts, a, b, c, d, e, f, N, T, HV: tl.constexpr, PROGRAMS: tl.constexpr):
+        tapes.lay(table, marks, (a, b, c, d, e, f), cu_seqlens, prompts, None, N, T, HV, 64, True, PROGRAMS)
 
-    listed[(1,)](tape.table, tape.marks, bounds, walks, *tape.numbers, N, T, HV, tapes.most_programs(tape.programs))
+    listed[(1,)](tape.table, tape.marks, bounds, prompts, *tape.numbers, N, T, HV, tapes.most_programs(tape.programs))
 
 
 def pieces_of(borders, chunks):
@@ -61,8 +69,8 @@ def pieces_of(borders, chunks):
 
 
 def check(lengths, HV, programs, borders):
-    """Every item is walked once. A program waits only for the first piece of the program before it. No program has much
-    more than its share. Returns how many items are cut."""
+    """Every item is scanned once. A program waits only for the first piece of the program before it. No program has
+    much more than its share. Returns how many items are cut."""
     chunks = [-(-n // 64) for n in lengths for _ in range(HV)]
     pieces, walked = pieces_of(borders, chunks), {}
     for u, mine in enumerate(pieces):
@@ -98,8 +106,8 @@ def test_every_item_is_walked_once():
         T = int(bounds[-1]) + 5
         cuts += check(lengths, HV, programs, laid(bounds, len(lengths), T, HV, programs))
         kept = [n for n in range(len(lengths)) if DRAW.random() < 0.5]
-        walks = torch.tensor([len(kept), *(x for n in kept for x in (n, 3, 4))], dtype=torch.int32)
-        listed = laid(bounds, len(lengths), T, HV, programs, walks)
+        prompts = torch.tensor([len(kept), *(x for n in kept for x in (n, 3, 4))], dtype=torch.int32)
+        listed = laid(bounds, len(lengths), T, HV, programs, prompts)
         cuts += check([lengths[n] for n in kept], HV, programs, listed)
     assert cuts > 500
 
@@ -141,7 +149,7 @@ def test_where_a_tape_is_needed():
 def test_where_a_walk_needs_a_tape():
     def needs(N, HV, lengths=None, packed=True):
         p = SimpleNamespace(N=N, T=N * 1024, HV=HV, lengths=lengths, packed=packed)
-        return walk_needs_tape(p, 132, PACE)
+        return backward_needs_tape(p, 132, PACE)
 
     assert needs(5, 32)  # lengths that only the device knows
     assert not needs(37, 32)  # nine items per program

@@ -1,4 +1,4 @@
-"""Backward walks on the tape: no bit of a gradient depends on how many programs share the sequences."""
+"""Backward scans on the tape: no bit of a gradient depends on how many programs share the sequences."""
 
 import os
 from dataclasses import replace

@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
-WALK, LOOP = ("prepare", "walk_channels"), ("channel_loop",)
+SCAN, LOOP = ("prepare", "scan_channels"), ("channel_loop",)
 TAPED = ("lay_tape", *LOOP)
-PARTS = ("find_forgetting", "channel_loop", *WALK)
+PARTS = ("find_forgetting", "channel_loop", *SCAN)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_forms_have_names_of_their_own(process, place, kind):
 @pytest.mark.parametrize(
     ("heads", "calls", "kernels"),
     [
-        (32, ((1, 8192), (8, 1024), (1, 300), (1, 1000), (1, 8192)), (PARTS, TAPED, LOOP, WALK, PARTS)),
+        (32, ((1, 8192), (8, 1024), (1, 300), (1, 1000), (1, 8192)), (PARTS, TAPED, LOOP, SCAN, PARTS)),
         (32, ((8, 1024), (1, 8192)), (TAPED, PARTS)),
         (64, ((1, 2048), (8, 256)), (LOOP, TAPED)),
         (19, ((7, 1024), (7, 2048), (8, 1024), (4, 1024)), (TAPED, TAPED, TAPED, LOOP)),  # 133, 152 and 76 states
@@ -241,12 +241,12 @@ def launched_back(place, calls):
 
 
 def test_tapes_of_backward_passes(process, place):
-    """128, 160 and 256 states. With 256 of equal length, which the host knows, programs walk whole sequences."""
+    """128, 160 and 256 states. With 256 of equal length, which the host knows, programs scan whole sequences."""
     equal, unequal = (1024,) * 8, (512, 1536) * 4
     calls = ((1024,) * 4, False), ((1024,) * 5, False), (equal, False), (equal, True), (unequal, True), (equal, True)
     names, compilations = process.submit(launched_back, place, calls).result()
     tapes = [("lay_tape",) * 2 if taped else () for taped in (False, True, True, False, True, False)]
-    assert names == [("rates", *laid, "walk_segments", "walk_back", "finish", "sum_heads") for laid in tapes]
+    assert names == [("rates", *laid, "scan_segments", "scan_gradients", "finish", "sum_heads") for laid in tapes]
     assert compilations == 1
 
 
@@ -319,7 +319,7 @@ def test_tokens_of_a_convolutions_programs(process, place):
     assert compilations == 2
 
 
-FEW, POOL_LOOP = WALK, ("channel_prompts",)
+FEW, POOL_LOOP = SCAN, ("channel_prompts",)
 EITHER = FEW + POOL_LOOP
 
 
@@ -336,26 +336,26 @@ EITHER = FEW + POOL_LOOP
 )
 def test_prompts_with_a_decay_per_channel(process, place, options, ways):
     """Other lengths and numbers of prompts compile nothing. With many heads the loop is launched for halves of states
-    and for whole ones, with few heads `prepare` and a walk or the loop. There is only one of them if it is known which
+    and for whole ones, with few heads `prepare` and a scan or the loop. There is only one of them if it is known which
     one is wanted."""
     calls = (3, 700, options), (7, 64, options), (1, 33, options), (3, 701, options | {"max_prompts": 3})
     names, compilations = process.submit(launched_for_prompts, place, calls[: len(ways)]).result()
     beside = ["decode"] * ("batch_invariant" not in options)
-    around = ["walk_to_offset"] * (options.get("kept") == "offset")
+    around = ["scan_to_offset"] * (options.get("kept") == "offset")
     wanted = [(*around, "list_prompts", *way, *beside, *around) for way in ways]
     assert [tuple(of) for of in names] == [of for of in wanted for _ in range(2)]
     assert compilations == 1
 
 
 IN_PARTS = ("factor_chunks", "find_maps", "compose_starts")
-IN_SEGMENTS = ("factor_chunks", "find_maps", "compose_maps", "walk_segments")
+IN_SEGMENTS = ("factor_chunks", "find_maps", "compose_maps", "scan_segments")
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"kept": "stride"}, {"kept": "offset"}], ids=str)
 def test_prompts_in_parts(process, place, options):
     """What finds the states that parts start from is launched if a prompt may be long enough. No length compiles."""
     beside, twice = ("decode",) * ("batch_invariant" not in options), 2 * ("forward_loop",)
-    around = ("walk_to_offset",) * (options.get("kept") == "offset")
+    around = ("scan_to_offset",) * (options.get("kept") == "offset")
     calls = [(count, length, {"heads": heads, "channel": False} | options) for heads, count, length in LONG]
     names, compilations = process.submit(launched_for_prompts, place, calls).result()
     found = [tuple(name for name in of if name not in (*beside, *around, "rates")) for of in names[::2]]

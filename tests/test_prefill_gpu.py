@@ -89,7 +89,7 @@ def test_graph(kind, backend, pool, batch_invariant, offsets):
 @pytest.mark.parametrize(("kind", "backend"), TWO)
 def test_batch_invariance(kind, backend):
     """Where other numbers of sequences choose other tiles; cut at 64, too."""
-    heads = {"H": 16, "HV": 32} if backend == "hopper" else {}  # of which it walks three prompts otherwise than one
+    heads = {"H": 16, "HV": 32} if backend == "hopper" else {}  # of which it scans three prompts otherwise than one
     x = mixed(kind, (700, 1, 5, 130, 16, 64, 0, 77), **heads) | {"batch_invariant": True}
     x |= {"read_indices": torch.arange(8, device="cuda"), "write_indices": torch.arange(8, 16, device="cuda")}
     o, pool = run(kind, x, backend)

@@ -69,7 +69,7 @@ def test_triton(form):
 
 @interpreted
 def test_the_loop_of_hopper(on_cpu):
-    """On three programs, so that some walk several sequences and some none."""
+    """On three programs, so that some scan several sequences and some none."""
     made = make(TINY[0])
     on_cpu(SLIM, 3)  # every call from here on
     check(made, None)

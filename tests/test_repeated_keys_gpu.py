@@ -59,7 +59,7 @@ def test_outputs_and_gradients(request, name, case, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "case"), [("gdn", "one-key-1.999"), ("kda", "signs-1.999"), ("gdn", "16-keys-1.9")])
 def test_packed_sequences(name, case, backend):
-    """Enough of them that they are walked as they are, not in segments; the same as prefill on a pool."""
+    """Enough of them that they are scanned as they are, not in segments; the same as prefill on a pool."""
     x, standard = call_of(name, case, lengths=LENGTHS)
     assert not standard.wrong(infer(MEMBERS[name], x, backend))
     assert not standard.wrong(run(MEMBERS[name], x, backend))

@@ -1,4 +1,4 @@
-"""Sequences walked in segments, against the recurrence in float64, in Triton's interpreter; who is split, and how."""
+"""Sequences scanned in segments, against the recurrence in float64, in Triton's interpreter; who is split, and how."""
 
 import os
 from dataclasses import replace
@@ -194,4 +194,4 @@ def test_explain_says_so(monkeypatch):
     }
     split(monkeypatch, 1)
     explained = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton")
-    assert "it walks sequences in segments of 64 tokens, up to 4 of them side by side" in str(explained)
+    assert "it scans sequences in segments of 64 tokens, up to 4 of them side by side" in str(explained)

@@ -38,7 +38,7 @@ def close(got, x, op, lengths):
 def test_a_graph_serves_other_lengths(name, backend):
     op, x = MEMBERS[name].op, inputs(name) | {"backend": backend}
     said = str(flash_delta.explain(op, **x))
-    assert "walks sequences in segments" in said
+    assert "scans sequences in segments" in said
     op(**x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 KINDS = ("forward", "training", "prefill", "decode", "convolution", "norm")
-LENGTHS, OBJECTS = 50, 8  # of which the collector walks through so many a length, at the most
+LENGTHS, OBJECTS = 50, 8  # of which the collector scans through so many a length, at the most
 
 
 def tracked():

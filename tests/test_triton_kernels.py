@@ -171,14 +171,14 @@ def test_more_sequences_than_a_grid_has_room_for():
     """Prefill on a pool looks for its prompts, and decoding has another grid."""
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
     assert backend.unsupported(p._replace(N=32_767)) is None
-    said = "with gradients it walks up to 32,767 sequences side by side, there are 32,768"
+    said = "with gradients it scans up to 32,767 sequences side by side, there are 32,768"
     assert backend.unsupported(p._replace(N=32_768)) == said
     p = p._replace(needs_grad=False)
     assert backend.unsupported(p._replace(HV=65_535)) is None
-    said = "it walks up to 65,535 heads side by side, there are 65,536"
+    said = "it scans up to 65,535 heads side by side, there are 65,536"
     assert backend.unsupported(p._replace(HV=65_536, pool=torch.float32)) == said
     many = p._replace(N=65_535)
-    said = "it walks up to 65,534 sequences side by side, there are 65,535"
+    said = "it scans up to 65,534 sequences side by side, there are 65,535"
     assert backend.unsupported(many._replace(N=65_534)) is None
     assert backend.unsupported(many) == said
     assert backend.unsupported(many._replace(pool=torch.float32, batch_invariant=True)) == said

@@ -38,7 +38,7 @@ BY_HAND = "flash_delta.compiler.cases.hopper"
 SERVING = "flash_delta.compiler.cases.serving"
 ALLOWED = (
     Allowed(
-        f"{BY_HAND}/*-back*/walk_back", HOPPER, "spill",
+        f"{BY_HAND}/*-back*/scan_gradients", HOPPER, "spill",
         "addresses of tiles, the same for all chunks, beside accumulators: a state group has 144 registers", 960,
     ),
     Allowed(
@@ -47,7 +47,7 @@ ALLOWED = (
     ),
     Allowed(
         f"{LIBRARY}/kda-128-segments-back/scan_backward", HOPPER, "spill",
-        "two walks in one kernel, each with 128 columns of a state", 40, "3.6",
+        "two scans in one kernel, each with 128 columns of a state", 40, "3.6",
     ),
     Allowed(f"{LIBRARY}/kda-128-segments-back/scan_backward", ("gfx942",), "spill", "the same", 10, "3.9"),
     Allowed(
@@ -156,10 +156,10 @@ ALLOWED = (
     Allowed(f"{BY_HAND}/channel-logs*/prepare", HOPPER, "spill", "the same", 140),
     Allowed(f"{BY_HAND}/channel-pool-free*/prepare", HOPPER, "spill", "as in `channel-free`", 80, "3.6"),
     Allowed(f"{BY_HAND}/channel-pool-logs*/prepare", HOPPER, "spill", "as in `channel-logs`", 80, "3.6"),
-    Allowed(f"{BY_HAND}/*-segments/walk_segments", HOPPER, "spill", "what comes before the loop", 110),
-    Allowed(f"{BY_HAND}/saving*-segments/walk_segments", HOPPER, "spill", "what is saved beside it", 300, "3.9"),
+    Allowed(f"{BY_HAND}/*-segments/scan_segments", HOPPER, "spill", "what comes before the loop", 110),
+    Allowed(f"{BY_HAND}/saving*-segments/scan_segments", HOPPER, "spill", "what is saved beside it", 300, "3.9"),
     Allowed(f"{BY_HAND}/*-64*-segments/find_maps", HOPPER, "spill", "what comes before the loop", 10, "3.9"),
-    Allowed(f"{BY_HAND}/*-whole/walk_segments", HOPPER, "spill", "what comes before the loop, some addresses", 100),
+    Allowed(f"{BY_HAND}/*-whole/scan_segments", HOPPER, "spill", "what comes before the loop, some addresses", 100),
 )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
-from flash_delta.kernels.hopper.channel.walk import run_walk_prompts
+from flash_delta.kernels.hopper.channel.scan import run_scan_prompts
 from flash_delta.kernels.hopper.device.work_items import Listed
-from flash_delta.kernels.hopper.plans.prompt_list import new_walks, run_list_prompts
+from flash_delta.kernels.hopper.plans.prompt_list import new_prompt_list, run_list_prompts
 from flash_delta.kernels.hopper.plans.tape import new_channel_tape
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE, ChannelTile
 from flash_delta.kernels.runtime.calls import make_call
@@ -47,20 +47,24 @@ PROMPTS = {
     "channel-pool-logs-float32": partial(serving, torch.bfloat16, v_first=True, raw=False, wide=True, kept="stride"),
     "channel-pool-promised-float32": partial(serving, v_first=False, raw=False, bound=-5.0, wide=True),
 }
-FORMS = {"whole": CHANNEL_WHOLE, "half": CHANNEL_HALF, "walk": None}
+FORMS = {"whole": CHANNEL_WHOLE, "half": CHANNEL_HALF, "scan": None}
 
 
 def call_prompts(case: str, t: ChannelTile | None) -> None:
-    """``t``: of the loop, or None for `prepare` and the walk."""
+    """``t``: of the loop, or None for `prepare` and the scan."""
     p, x, slots = PROMPTS[case]()
-    c, o, walks = make_call(p, x, ("launches",), *slots)._replace(direct=False), torch.empty_like(x.v), new_walks(p)
+    c, o, prompts = (
+        make_call(p, x, ("launches",), *slots)._replace(direct=False),
+        torch.empty_like(x.v),
+        new_prompt_list(p),
+    )
     tape = new_channel_tape(p, c.shape.chip, p.N)
-    run_list_prompts(c, o, walks, tape, slots)
+    run_list_prompts(c, o, prompts, tape, slots)
     if t is not None:
-        return run_channel_prompts(c, o, walks, tape, slots, [PoolLaunch(t, p.N)])
-    (w,), listed = Workspace(p, Prepared).views(), Listed(walks, 0, p.N)
+        return run_channel_prompts(c, o, prompts, tape, slots, [PoolLaunch(t, p.N)])
+    (w,), listed = Workspace(p, Prepared).views(), Listed(prompts, 0, p.N)
     run_prepare(c, w, None, listed=listed)
-    run_walk_prompts(c, w, o, slots, listed, p.N)
+    run_scan_prompts(c, w, o, slots, listed, p.N)
 
 
 def launches() -> Iterator[Launch]:

@@ -14,7 +14,7 @@ from flash_delta.kernels.hopper.channel.backward.gradients import run_chunk_back
 from flash_delta.kernels.hopper.channel.forget import new_forgets, run_find_forgetting
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
-from flash_delta.kernels.hopper.channel.walk import run_walk_channels
+from flash_delta.kernels.hopper.channel.scan import run_scan_channels
 from flash_delta.kernels.hopper.plans.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.plans.tiles import (
     CHANNEL_HALF,
@@ -30,18 +30,18 @@ from flash_delta.kernels.hopper.scalar.backward.run import unsupported
 from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
 from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.scalar.segments.memory import new_walk
-from flash_delta.kernels.hopper.scalar.segments.run import run_walk
+from flash_delta.kernels.hopper.scalar.segments.memory import new_segmented_scan
+from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import (
     Chain,
     Channels,
     Deep,
+    ForBackward,
     Prepared,
     Residual,
     Solved,
     Trace,
-    Walked,
     Workspace,
 )
 from flash_delta.kernels.triton.backward.results import new_gradients
@@ -162,7 +162,7 @@ def call_channels(case: str, form: str) -> None:
         return run_channel_loop(c, o, final, t, tape=new_tape(p, 1, CHANNEL_PACE) if form == "-tape" else None)
     (w,) = Workspace(p, Prepared).views()
     run_prepare(c, w, o, None, None, forgets)
-    run_walk_channels(c, w, o, final, forgets)
+    run_scan_channels(c, w, o, final, forgets)
 
 
 def call_prepare(case: str, form: str) -> None:
@@ -181,16 +181,16 @@ def call_channel_back(case: str, *, rest: bool) -> None:
     run_chunk_back(c, groups[0], solved, *groups[1:], torch.empty_like(x.v), d, rest=rest)
 
 
-def call_walk(case: str) -> None:
+def call_scan(case: str) -> None:
     c, *outputs, _, trace = described(case)
-    run_walk(c, *outputs, new_walk(c.p, None if c.p.K == 256 else 128), trace)
+    run_segmented_scan(c, *outputs, new_segmented_scan(c.p, None if c.p.K == 256 else 128), trace)
 
 
-def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, Walked | None, Trace | None]:
+def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, ForBackward | None, Trace | None]:
     """The call, o, the final states, rates, and the tensors for the backward pass."""
     p, x = RATES[case]()
     c = make_call(p, x, ("launches",))._replace(direct=False)
-    solved = Workspace(p, Walked).views()[0] if p.needs_grad and not unsupported(p) else None
+    solved = Workspace(p, ForBackward).views()[0] if p.needs_grad and not unsupported(p) else None
     trace = Workspace(p, Trace).views()[0] if p.disable_recompute and not unsupported(p) else None
     return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, trace
 
@@ -207,7 +207,7 @@ def launches(target: str) -> Iterator[Launch]:
         for form, t in forms[width].items():
             yield Launch(f"{case}-{form}", partial(call_loop, case, t, taped=False))
             yield Launch(f"{case}-{form}-tape", partial(call_loop, case, t, taped=True))
-        yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_walk, case))
+        yield Launch(f"{case}-whole" if width == 256 else f"{case}-segments", partial(call_scan, case))
         if p.needs_grad and width != 256:
             for form in ("back", "back-tape", "back-segments", "back-ends"):
                 yield Launch(f"{case}-{form}", partial(call_back, made, form))

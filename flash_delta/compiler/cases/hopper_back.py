@@ -10,10 +10,10 @@ from flash_delta.kernels.hopper.plans.tiles import Pace
 from flash_delta.kernels.hopper.scalar.backward.finish import run_finish
 from flash_delta.kernels.hopper.scalar.backward.memory import Tapes, new_ends, new_gates, new_parts
 from flash_delta.kernels.hopper.scalar.backward.run import NO_TAPES, Left, for_backward, run_kernels
-from flash_delta.kernels.hopper.scalar.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.scalar.backward.scan_gradients import run_find_ends, run_scan_gradients
 from flash_delta.kernels.hopper.scalar.forward.rates import run_rates_back
 from flash_delta.kernels.hopper.scalar.segments.maps import run_compose_back, run_find_maps
-from flash_delta.kernels.hopper.scalar.segments.memory import new_walk
+from flash_delta.kernels.hopper.scalar.segments.memory import new_segmented_scan
 from flash_delta.kernels.hopper.scalar.segments.scan import run_retrace
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.workspace import Trace, Workspace
@@ -26,28 +26,28 @@ def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
 
     * "back": all of them, with whole sequences.
     * "back-tape": the same, with programs that share sequences.
-    * "back-segments": the walks of segments.
+    * "back-segments": the scans of segments.
     * "back-ends": the launches that compute the state's gradient at the end of every segment.
     """
     p, x = made()
     c = make_call(p, x, ("launches",))._replace(direct=False)
-    walked, *kept = for_backward(p).views()
+    saved, *kept = for_backward(p).views()
     (trace,) = kept or Workspace(p, Trace).views()
     do, dfinal, d = torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_gradients(p, x)
     parts, gates = new_parts(p), new_gates(p)
     length = None if form in ("back", "back-tape") else 128
     tapes = Tapes(*(new_tape(p, 1, Pace(1)) for _ in range(2))) if form == "back-tape" else NO_TAPES
-    walk, between = new_walk(p, length, walked.A), new_ends(p, length)
+    segmented, between = new_segmented_scan(p, length, saved.A), new_ends(p, length)
     left = Left(trace=bool(kept), maps=False)
     if length is None:
-        run_kernels(c, walked.norms, (gates, walk, between, tapes, trace, parts), left, do, dfinal, d)
+        run_kernels(c, saved.norms, (gates, segmented, between, tapes, trace, parts), left, do, dfinal, d)
     elif form == "back-segments":
-        run_retrace(c, gates.rates, walk, trace)
-        run_walk_back(c, gates.rates, walk, trace, do, dfinal, between.ends, parts, d)
+        run_retrace(c, gates.rates, segmented, trace)
+        run_scan_gradients(c, gates.rates, segmented, trace, do, dfinal, between.ends, parts, d)
     else:
-        run_find_maps(c, gates.rates, walk)
-        run_find_ends(c, gates.rates, walk, do, dfinal, between.D)
-        run_compose_back(c, walk, between.D, between.ends, dfinal)
+        run_find_maps(c, gates.rates, segmented)
+        run_find_ends(c, gates.rates, segmented, do, dfinal, between.D)
+        run_compose_back(c, segmented, between.D, between.ends, dfinal)
 
 
 def call_gates_back() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
-from flash_delta.kernels.hopper.plans.prompt_list import new_walks
+from flash_delta.kernels.hopper.plans.prompt_list import new_prompt_list
 from flash_delta.kernels.hopper.plans.tape import new_pool_tape
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SLIM, WIDE, LoopTile
 from flash_delta.kernels.hopper.scalar.forward.loop import run_pool_loops
@@ -58,11 +58,16 @@ def call_pool(described: tuple[Problem, Inputs, Slots], t: LoopTile, *, parted: 
     final = torch.empty_like(slots.state_pool) if p.pool is None else slots.state_pool
     c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
     parts = new_parts(p, PROCESSORS, starts=1) if parted else None
-    o, rates, walks, tape = torch.empty_like(x.v), new_rates(p), new_walks(p, 1), new_pool_tape(p, c.shape.chip, 1)
-    run_rates(c, o, rates, None, walks, slots, tape, parts)
+    o, rates, prompts, tape = (
+        torch.empty_like(x.v),
+        new_rates(p),
+        new_prompt_list(p, 1),
+        new_pool_tape(p, c.shape.chip, 1),
+    )
+    run_rates(c, o, rates, None, prompts, slots, tape, parts)
     if parts is not None:
-        run_find_starts(c, rates, walks, tape, parts, slots, final)
-    run_pool_loops(c, o, rates, walks, tape, parts, slots, final, t)
+        run_find_starts(c, rates, prompts, tape, parts, slots, final)
+    run_pool_loops(c, o, rates, prompts, tape, parts, slots, final, t)
 
 
 def launches() -> Iterator[Launch]:

@@ -138,24 +138,24 @@ class Kernels:
 
     def maps(self, split: Segments) -> Tensors:
         """The maps of segments, and the states that segments start from."""
-        walk = new_segmented_scan(self.p, split)
-        run_maps(self.c, self.channels, self.solved, self.factors, walk)
-        run_compose(self.c, walk)
-        return {"maps": walk.maps, "starts": walk.starts}
+        segmented = new_segmented_scan(self.p, split)
+        run_maps(self.c, self.channels, self.solved, self.factors, segmented)
+        run_compose(self.c, segmented)
+        return {"maps": segmented.maps, "starts": segmented.starts}
 
     def segments(self, split: Segments) -> Tensors:
         o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
-        walk = new_segmented_scan(self.p, split)
-        run_segments(self.c, self.channels, self.solved, self.factors, o, final, walk)
+        segmented = new_segmented_scan(self.p, split)
+        run_segments(self.c, self.channels, self.solved, self.factors, o, final, segmented)
         return {"o": o, "final_state": final}
 
     def segments_back(self, split: Segments, ends: bool) -> None:
-        """The backward walk of segments. ``ends``: instead the launches before it, except those of maps."""
+        """The backward scan of segments. ``ends``: instead the launches before it, except those of maps."""
         read = (self.c, self.channels, self.solved, self.factors)
         back, state, do = new_segmented_back(self.p, split), self.x.initial_state, self.x.v
         if ends:
             run_ends(*read, do, state, back)
-            compose_states(self.c, back.walk, back.D, back.ends, state, back=True)
+            compose_states(self.c, back.segmented, back.D, back.ends, state, back=True)
         else:
             run_segments_back(*read, self.residual, do, self.chain, state, back, recompute=True)
 

@@ -13,7 +13,7 @@ from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.serving.decode import run_decode
-from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
+from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
 from flash_delta.kernels.triton.serving.prompts import new_convolved
 from flash_delta.kernels.triton.serving.rows import run_rows
 from flash_delta.kernels.triton.tiles import FEW, scan_tiles
@@ -150,7 +150,7 @@ def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None
     s = Slots(new(9, *p.state_shape[1:], dtype=case.dtype), index, index, None, None, has, *checkpoints)
     kernels, o = Kernels(p, x, *s), torch.empty_like(x.v)
     if before is not None:
-        run_walk_to_offset(kernels.c, s, before=before)
+        run_scan_to_offset(kernels.c, s, before=before)
     elif t is None:
         kernels.chunks()
         run_decode(kernels.c, o)

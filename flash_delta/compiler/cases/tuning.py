@@ -24,7 +24,7 @@ def make(
     device: torch.device | str, B: int = 4, T: int = 2048, H: int = 64, HV: int = 64, K: int = 128, V: int = 128,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensors:  # fmt: skip
-    """A call of Gated DeltaNet, and the outputs of `solve` and `factor`. 256 states walk through 32 chunks."""
+    """A call of Gated DeltaNet, and the outputs of `solve` and `factor`. 256 states scan through 32 chunks."""
     new = partial(torch.randn, B, T, device=device)
     q, k = (F.normalize(new(H, K), dim=-1).to(dtype) for _ in range(2))
     x = Inputs(q, k, new(HV, V).to(dtype), F.logsigmoid(new(HV) + 3), torch.sigmoid(new(HV)))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from flash_delta.compiler.cases.rule import Tensors, describe
 from flash_delta.compiler.launch import Stage
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
-from flash_delta.kernels.hopper.plans.tiles import WALK_BACK, ChannelTile
+from flash_delta.kernels.hopper.plans.tiles import SCAN_GRADIENTS, ChannelTile
 from flash_delta.kernels.hopper.scalar.backward.run import prepare_back
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.triton.backward.results import new_gradients
@@ -23,7 +23,7 @@ NAMES = "q", "k", "v", "g", "beta"
 
 
 class BackTile(NamedTuple):
-    """A tile of `walk_back`."""
+    """A tile of `scan_gradients`."""
 
     REGISTERS: int  # per thread of each state group; the gradient role gets the rest
 
@@ -54,13 +54,13 @@ def make_back(device: torch.device | str, **sizes: int) -> Tensors:
     return made | {"saved": hopper.forward(p._replace(needs_grad=True, batch_invariant=True), x).saved[0]}
 
 
-def tune_walk_back(made: Tensors, t: BackTile) -> Tensors:
-    """The backward pass of whole sequences: `walk_back`, and all launches before and after it."""
+def tune_scan_gradients(made: Tensors, t: BackTile) -> Tensors:
+    """The backward pass of whole sequences: `scan_gradients`, and all launches before and after it."""
     p, x = call_of(made)
     p = p._replace(needs_grad=True, batch_invariant=True)
     d, outer = new_gradients(p, x), (made["do"], None)
     kernels, _ = prepare_back(p, x, outer, (made["saved"],), d, None)
-    with patch.dict(WALK_BACK[p.K], t._asdict()):
+    with patch.dict(SCAN_GRADIENTS[p.K], t._asdict()):
         kernels(make_call(p, x, ("launches",), *outer)._replace(direct=False))
     return dict(zip(NAMES, d, strict=False))
 
@@ -99,7 +99,7 @@ def loop_stage(tiles: Iterable[tuple[int, ...]], **sizes: int) -> Stage:
 
 
 STAGES = {
-    "walk_back": stage(map(BackTile, (128, 136, 144, 152, 160)), make_back, tune_walk_back, truth_back),
+    "scan_gradients": stage(map(BackTile, (128, 136, 144, 152, 160)), make_back, tune_scan_gradients, truth_back),
     "channel_loop": loop_stage(product((2,), (112, 120, 128, 136), (96, 104, 112))),
     "channel_loop-half": loop_stage(product((1,), (144, 168, 184), (112, 136, 152)), B=2),
 }

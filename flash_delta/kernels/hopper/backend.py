@@ -1,19 +1,19 @@
 """The ``hopper`` backend for sm_90a: the delta rule with one decay per value head, and in part with one per channel.
 
 `rates` sums the gates, and one more kernel does all the rest (scalar/forward/loop.py). Long sequences on few heads are
-walked in segments, all at the same time, by four kernels (scalar/segments/): `factor_chunks`, `find_maps`,
-`compose_maps` and `walk_segments`. Heads of 256 leave no memory for an inverse beside states and chunks. For them
-`factor_chunks` runs first, and `walk_segments` walks whole sequences. Values wider than keys are walked as several
-heads (columns.py). The loop also walks prompts on a pool, and reads and writes the slots. Long prompts on few heads are
-cut into parts, which the loop walks at the same time. Before it `factor_chunks`, `find_maps` and `compose_starts` find
+scanned in segments, all at the same time, by four kernels (scalar/segments/): `factor_chunks`, `find_maps`,
+`compose_maps` and `scan_segments`. Heads of 256 leave no memory for an inverse beside states and chunks. For them
+`factor_chunks` runs first, and `scan_segments` scans whole sequences. Values wider than keys are scanned as several
+heads (columns.py). The loop also scans prompts on a pool, and reads and writes the slots. Long prompts on few heads are
+cut into parts, which the loop scans at the same time. Before it `factor_chunks`, `find_maps` and `compose_starts` find
 the states that these parts start from.
 
 With a decay per channel, one kernel does everything if there are many states, or few states and gates that forget
-(channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk. Then `walk_channels` walks
+(channel/loop.py). Otherwise `prepare` computes all products between the tokens of a chunk. Then `scan_channels` scans
 the states. If sequences are split, if states of chunks are saved, and with ``batch_invariant``, it is `scan` of the
-``triton`` backend (channel/). In the backward pass `prepare` runs again, and ``triton`` walks the states and their
+``triton`` backend (channel/). In the backward pass `prepare` runs again, and ``triton`` scans the states and their
 gradients. After that `chunk_back` computes the gradients of each chunk, or ``triton`` if it cannot (channel/backward/).
-Prompts on a pool are walked by a loop as well, or by `prepare` and `walk_channels` (channel/prefill.py).
+Prompts on a pool are scanned by a loop as well, or by `prepare` and `scan_channels` (channel/prefill.py).
 
 The backward pass in bfloat16 for heads of 64 and 128 is also written by hand (scalar/backward/). For other calls with
 one decay per value head nothing is saved, and ``triton`` runs the backward pass, which computes everything again. It
@@ -40,10 +40,10 @@ from flash_delta.kernels.hopper.scalar.backward import run as by_hand
 from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
 from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.scalar.listed import lists, new_listed_walk, run_listed_walk
+from flash_delta.kernels.hopper.scalar.listed import lists, new_listed_scan, run_listed_scan
 from flash_delta.kernels.hopper.scalar.segments.cut import cut_prompts
-from flash_delta.kernels.hopper.scalar.segments.memory import Walk, new_maps, new_walk
-from flash_delta.kernels.hopper.scalar.segments.run import run_walk
+from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan, new_maps, new_segmented_scan
+from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, chip_of
@@ -53,14 +53,14 @@ from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.backward.results import gradients_of
 from flash_delta.kernels.triton.forward.scan_launches import crowded
 from flash_delta.kernels.triton.serving.decode import run_decode
-from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
+from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
 from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, run_after, run_before
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 FORWARD, LISTED, PREFILL = ("hopper",), ("hopper", "listed"), ("prefill", "hopper")  # the kinds of calls
 FORWARD_ALONE = (*FORWARD, False, False)  # without a backward pass
 WIDTHS = (64, 128, 256)
-WHOLE = 256  # heads of this width do not fit the loop; `factor_chunks` runs first, then a walk of whole sequences
+WHOLE = 256  # heads of this width do not fit the loop; `factor_chunks` runs first, then a scan of whole sequences
 MOST_VALUES = 512
 NARROWEST_PADDED = 60  # columns
 
@@ -75,7 +75,7 @@ def unsupported(problem: Problem) -> str | None:
         return "it runs the delta rule whose keys erase what they write, from the decayed state"
     if problem.keep_states:
         return "it does not return the states of chunks"
-    if (problem.HV > MOST_PROGRAMS or _walks_in_triton(problem)) and (reason := crowded(problem)) is not None:
+    if (problem.HV > MOST_PROGRAMS or _scans_in_triton(problem)) and (reason := crowded(problem)) is not None:
         return reason
     if problem.gate == "channel":
         return by_channel.unsupported(problem) or _unsupported_pool(problem)
@@ -94,8 +94,8 @@ def unsupported(problem: Problem) -> str | None:
     return _unsupported_pool(problem)
 
 
-def _walks_in_triton(p: Problem) -> bool:
-    """Whether kernels of ``triton`` may walk the states, forward or back."""
+def _scans_in_triton(p: Problem) -> bool:
+    """Whether kernels of ``triton`` may scan the states, forward or back."""
     if p.gate == "channel":
         return p.needs_grad or (p.batch_invariant and p.pool is None)
     return p.needs_grad and by_hand.unsupported(p) is not None
@@ -191,15 +191,15 @@ def _prepare(
     length, makes = _length(wide, chip), makes_rates(p)
     views = [] if saved is None else saved.views()
     A, trace = views[0].A if views else None, views[-1] if len(views) > 1 else None
-    walk = _new_walk(wide, length, A, maps)
-    rates = None if makes and walk is None else new_rates(p)
+    segmented = _new_segmented_scan(wide, length, A, maps)
+    rates = None if makes and segmented is None else new_rates(p)
     tile = loop_tile(wide, chip, trace is not None)
-    tape = None if walk is not None else new_loop_tape(wide, chip, tile)
+    tape = None if segmented is not None else new_loop_tape(wide, chip, tile)
     copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
 
     def kernels(given: Call) -> None:
         c = run_widen(given, copies)
-        w, r = _every_walk(wide, chip) if every(c) else (walk, rates)
+        w, r = _every_scan(wide, chip) if every(c) else (segmented, rates)
         launched = loop_tiles(wide.K, trace is not None) if every(c) else (tile,)
         parts = [] if saved is None else c.parts(saved)
         if w is not None or not makes:
@@ -207,10 +207,10 @@ def _prepare(
         if w is None or (every(c) and wide.K != WHOLE):
             run_loop(c, o_wide, final_wide, None if makes else r, A, *launched, trace=trace, tape=tape)
         if w is not None:
-            run_walk(c, o_wide, final_wide, r, w, trace)
+            run_segmented_scan(c, o_wide, final_wide, r, w, trace)
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
-    spare = (rates, *_handed(walk, tape, planned=maps is not None, saved=saved is not None), *made)
+    spare = (rates, *_handed(segmented, tape, planned=maps is not None, saved=saved is not None), *made)
     return (length, tile, tape is None), kernels, spare
 
 
@@ -219,11 +219,11 @@ def _prepare_listed(p: Problem, x: Inputs, outputs: Outputs, chip: Chip) -> tupl
     n, as on a pool."""
     o, final = outputs[:2]
     copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
-    w = new_listed_walk(padded(p), chip)
+    w = new_listed_scan(padded(p), chip)
 
     def kernels(given: Call) -> None:
         c = run_widen(given, copies)
-        run_listed_walk(c, o_wide, w, Slots(c.x.initial_state, None), final_wide)
+        run_listed_scan(c, o_wide, w, Slots(c.x.initial_state, None), final_wide)
         run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
 
     return kernels, (*w.memory, *made)
@@ -258,10 +258,10 @@ def _new_copies(
     return copies, outputs, (*copies, *outputs)
 
 
-def _every_walk(p: Problem, chip: Chip) -> tuple[Walk | None, Tensor]:
-    """The walk for compiling everything that a call may launch."""
+def _every_scan(p: Problem, chip: Chip) -> tuple[SegmentedScan | None, Tensor]:
+    """The scan for compiling everything that a call may launch."""
     one = p._replace(N=1, T=1)
-    return _new_walk(one, split_endless(p, chip.processors, back=_goes_back(p))), new_rates(one)
+    return _new_segmented_scan(one, split_endless(p, chip.processors, back=_goes_back(p))), new_rates(one)
 
 
 def backward(
@@ -289,24 +289,24 @@ def backward(
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous. The pools are written in place. `decode` runs short sequences beside the others."""
-    if p.N * p.T == 0:  # there is nothing to walk: at most states are copied or zeros written
+    if p.N * p.T == 0:  # there is nothing to scan: at most states are copied or zeros written
         return triton.prefill(p, x, s, around, known)
     check_states(p.op)
     if p.gate == "channel":
         return channel_prefill.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
-    w, convolved = new_listed_walk(p, chip_of(p.device)), new_convolved(p)
+    w, convolved = new_listed_scan(p, chip_of(p.device)), new_convolved(p)
 
     def kernels(c: Call) -> None:
         rule = run_before(c, convolved)
         slots = Slots(*rule.more)
         if p.checkpoint_offsets:
-            run_walk_to_offset(rule, slots, before=True)
-        run_listed_walk(rule, o, w, slots, slots.state_pool)
+            run_scan_to_offset(rule, slots, before=True)
+        run_listed_scan(rule, o, w, slots, slots.state_pool)
         if not p.batch_invariant:
             run_decode(rule, o)
         if p.checkpoint_offsets:
-            run_walk_to_offset(rule, slots, before=False)
+            run_scan_to_offset(rule, slots, before=False)
         run_after(c, o)
 
     with on(p.device):
@@ -335,24 +335,26 @@ def _length(p: Problem, chip: Chip) -> int | None:
     return split_length(p, chip.processors, back=_goes_back(p))
 
 
-def _new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk | None:
-    """What a walk of segments, or of sequences with wide heads, needs. None if the loop does everything."""
-    return None if length is None and p.K != WHOLE else new_walk(p, length, A, maps)
+def _new_segmented_scan(
+    p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None
+) -> SegmentedScan | None:
+    """What a scan of segments, or of sequences with wide heads, needs. None if the loop does everything."""
+    return None if length is None and p.K != WHOLE else new_segmented_scan(p, length, A, maps)
 
 
-def _handed(walk: Walk | None, tape: Tape | None, *, planned: bool, saved: bool) -> tuple[Tensor, ...]:
+def _handed(segmented: SegmentedScan | None, tape: Tape | None, *, planned: bool, saved: bool) -> tuple[Tensor, ...]:
     """The memory that only kernels of a forward call use, except rates. ``planned``: maps are kept for the backward
     pass, so they are left out. ``saved``: A is kept, too."""
-    if walk is None:
+    if segmented is None:
         return () if tape is None else tape.memory
-    return (walk.B, *(() if planned else walk[3:]), *(() if saved else (walk.A,)))
+    return (segmented.B, *(() if planned else segmented[3:]), *(() if saved else (segmented.A,)))
 
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
     if p.gate == "channel":
         return channel_prefill.workspace_bytes(p, x)
-    own = new_listed_walk(p._replace(device=torch.device("meta")), chip_of(p.device)).memory
+    own = new_listed_scan(p._replace(device=torch.device("meta")), chip_of(p.device)).memory
     copied = () if p.taps else (t for t in x[:3] if not describable(t))
     return sum(t.nbytes for t in (*own, *copied)) + convolved_bytes(p)
 
@@ -365,18 +367,18 @@ def remark(p: Problem) -> str | None:
     if wide is not p:
         said.append(f"it pads heads of {_widths(p)} to {wide.K} columns, in copies of q, k, v and o")
     elif p.V != p.K:
-        said.append(f"it walks every head's {p.V} values as {p.V // p.K} heads of {p.K}")
-    walked = wide._replace(HV=wide.HV * wide.V // wide.K, V=wide.K, needs_grad=p.needs_grad and wide.V == wide.K)
+        said.append(f"it scans every head's {p.V} values as {p.V // p.K} heads of {p.K}")
+    scanned = wide._replace(HV=wide.HV * wide.V // wide.K, V=wide.K, needs_grad=p.needs_grad and wide.V == wide.K)
     chip = chip_of(p.device)
-    length = _length(walked, chip)
-    if p.pool is not None or lists(walked):
-        cut = cut_prompts(walked, chip.processors)
+    length = _length(scanned, chip)
+    if p.pool is not None or lists(scanned):
+        cut = cut_prompts(scanned, chip.processors)
         if cut is not None and (p.pool is not None or C * cut.shortest <= p.T):
             long = f"{'sequences' if p.pool is None else 'prompts'} of {C * cut.shortest} tokens or more"
-            said.append(f"it walks {long} in up to {cut.most} parts, side by side")
+            said.append(f"it scans {long} in up to {cut.most} parts, side by side")
     elif length is not None:
         number = -(-p.T // length)
-        said.append(f"it walks sequences in segments of {length} tokens, up to {number} of them side by side")
+        said.append(f"it scans sequences in segments of {length} tokens, up to {number} of them side by side")
     if p.needs_grad:
         reason = by_hand.unsupported(p)
         if reason:

@@ -50,15 +50,15 @@ def _halved(a: Any) -> dict[str, float]:
     return {} if a.k.dtype == torch.bfloat16 else {"CCK": 33.5, "CKV": 3}
 
 
-def _walk_segments(a: Any) -> dict[str, float]:
-    """The products of `walk_segments`. Without q only erase keys read the state."""
+def _scan_segments(a: Any) -> dict[str, float]:
+    """The products of `scan_segments`. Without q only erase keys read the state."""
     reads = a.q_desc is not None
     return {"CCK": reads * a.WIDTH / (64 * a.GROUPS), "CCV": 1 + reads, "CKV": 2 + reads}
 
 
-def _walk_back(a: Any) -> dict[str, float]:
-    """The products of `walk_back`. A segment's map needs only the gradient of its state. Sums over pairs are products
-    with ones, in two parts."""
+def _scan_gradients(a: Any) -> dict[str, float]:
+    """The products of `scan_gradients`. A segment's map needs only the gradient of its state. Sums over pairs are
+    products with ones, in two parts."""
     if not a.GRADIENTS:
         return {"CCK": 1, "CCV": 2, "CKV": 3}
     return {"CCK": 6, "CCV": 4, "CKV": 6, "CCC": 2 * a.GATE}
@@ -84,8 +84,8 @@ PRODUCTS: dict[str, Callable[[Any], dict[str, float]]] = {
     "factor_chunks": lambda a: {"CCK": 1 / a.members},
     "find_maps": lambda _: {"CCV": 2, "CKV": 4},
     "compose_maps": lambda a: {"KKV": 3 * C / a.length},
-    "walk_segments": _walk_segments,
-    "walk_back": _walk_back,
+    "scan_segments": _scan_segments,
+    "scan_gradients": _scan_gradients,
 }
 
 

@@ -26,7 +26,7 @@ class Solved(NamedTuple):
     norms: Any  # [slots, H, 3, C] float32: of q, k, p; None without a norm
 
 
-class Walked(NamedTuple):
+class ForBackward(NamedTuple):
     """The tensors that `hopper`'s forward pass saves for its backward pass."""
 
     A: Any  # [slots, HV, 3, C, C / 2], without diag(b) (hopper/device/inverse_tiles.py)
@@ -178,7 +178,7 @@ def _layout(
     products = (key_heads, per_channel, per_channel) if dtype == torch.bfloat16 else (None,) * 3
     tensors = {
         Solved: (None if erase is None else fine, vectors, norms),
-        Walked: (((HV, 3, C, C // 2), dtype), norms_of_two),
+        ForBackward: (((HV, 3, C, C // 2), dtype), norms_of_two),
         Channels: channels if gate == "channel" else (None,) * 7,
         Prepared: (keys, keys, keys, square, fine, per_channel, vectors),
         Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),

@@ -1,6 +1,6 @@
 """The ``triton`` backend: the chunkwise algorithm on NVIDIA and AMD GPUs.
 
-``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once. ``scan`` walks
+``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once. ``scan`` scans
 the state through the chunks. With a decay per channel, ``channel`` computes everything that depends on the decay, and
 ``factor`` is not needed. If the caller wants the states at the chunks' starts, ``scan`` writes the same tensors as for
 the backward pass.
@@ -44,7 +44,7 @@ from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.forward.scan_launches import crowded, scratch_bytes
 from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.serving.decode import run_decode
-from flash_delta.kernels.triton.serving.offsets import run_walk_to_offset
+from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
 from flash_delta.kernels.triton.serving.prompts import (
     convolved_bytes,
     new_convolved,
@@ -102,7 +102,7 @@ def remark(p: Problem) -> str | None:
     split, said = None if p.recurrent else plan_segments(p, chip), [unknown(chip) or ""]
     if split is not None:
         number = triton.cdiv(p.T, split.length)
-        said.append(f"it walks sequences in segments of {split.length} tokens, up to {number} of them side by side")
+        said.append(f"it scans sequences in segments of {split.length} tokens, up to {number} of them side by side")
     if takes_tma(chip) and not p.recurrent and p.dtype != torch.float32 and (p.K % 8 or p.V % 8):
         said.append("rows that are no multiples of 16 bytes are loaded without the copy engine, which is slower")
     return "; ".join(filter(None, said)) or None
@@ -127,18 +127,18 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     shown = (Workspace(p, Residual),) if p.keep_states and not kept else ()
     buffers, split = tuple(w.buffer for w in (*saved, *shown)), plan_segments(p, chip_of(p.device))
     handed = () if kept else (Workspace(p, *((Factors, Channels) if saved else HANDED)),)
-    walk = new_segmented_scan(p, split)
+    segmented = new_segmented_scan(p, split)
 
     def kernels(c: Call) -> None:
         solved, factors, channels, residual = (*c.parts(*saved, *handed, *shown), None)[:4]
         run_chunks(c, solved, factors, channels)
-        if walk is None or every(c):
+        if segmented is None or every(c):
             run_scan(c, channels, solved, factors, o, final, residual)
-        run_segmented_scan(c, channels, solved, factors, o, final, walk)
+        run_segmented_scan(c, channels, solved, factors, o, final, segmented)
 
     with on(p.device):
         call = make_call(p, x, kind, known=known, name=(*kind, split))
-        spare = *(w.buffer for w in handed), *(walk or ())[1:]
+        spare = *(w.buffer for w in handed), *(segmented or ())[1:]
         run(call, kernels, o, final, *buffers, spare=spare)
     remember(call, given, known, (p.lengths, *kind))
     return _outputs(p, o, final, *buffers)
@@ -158,7 +158,7 @@ def backward_by(
     chunks: Chunks, p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None,
     known: KnownCall | None,
 ) -> Inputs:  # fmt: skip
-    """`backward`, with a backend's own kernels before and after the walks."""
+    """`backward`, with a backend's own kernels before and after the scans."""
     name = name_back(p, x, saved, do, dfinal)
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
@@ -206,10 +206,10 @@ def _prepare_back(
         (do, dfinal), (solved, factors, channels, residual, chain, *_) = c.more, c.parts(*memory)
         if recompute:
             chunks.prepare(c, memory, anew)
-        walked = (c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state)
+        operands = (c, channels, solved, factors, residual, do, dfinal, chain, d.initial_state)
         if segments is None or every(c):
-            run_scan_backward(*walked, recompute=recompute)
-        run_segmented_back(*walked, segments, recompute=recompute)
+            run_scan_backward(*operands, recompute=recompute)
+        run_segmented_back(*operands, segments, recompute=recompute)
         chunks.find(c, memory, d)
 
     return kernels, (*(w.buffer for w in memory[len(saved) :]), *memory_of(segments))
@@ -286,13 +286,13 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         rule = run_before(c, convolved)
         slots = Slots(*rule.more)
         if p.checkpoint_offsets:
-            run_walk_to_offset(rule, slots, before=True)
+            run_scan_to_offset(rule, slots, before=True)
         run_chunks(rule, solved, factors, channels)
         run_scan(rule, channels, solved, factors, o, None, None, slots=slots)
         if not p.batch_invariant:
             run_decode(rule, o)
         if p.checkpoint_offsets:
-            run_walk_to_offset(rule, slots, before=False)
+            run_scan_to_offset(rule, slots, before=False)
         run_after(c, o)
 
     with on(p.device):

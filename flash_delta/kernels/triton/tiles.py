@@ -22,7 +22,7 @@ class Segments(NamedTuple):
     length: int  # tokens of a segment, a multiple of C
     maps: Tile  # of the scan that computes the segments' maps
     compose: Tile
-    scan: Tile  # of the scan that walks the segments
+    scan: Tile  # of the scan that scans the segments
 
 
 SMALL = ("sm_86", "sm_89", "sm_120", "sm_121")  # chips with 99 KB of shared memory for a program
@@ -162,7 +162,7 @@ class Pace(NamedTuple):
     together: int  # programs with such columns that share a multiprocessor
     launches: float  # for launching two more kernels
     compose: float  # per segment
-    worth: float  # segments are chosen if they take at most this share of a whole walk's time
+    worth: float  # segments are chosen if they take at most this share of a whole scan's time
 
 
 # Measured on an H200 (docs/notes), with a decay per channel and without.
@@ -174,8 +174,8 @@ PACES = {
 # segments have to promise more.
 PACE = Pace(10.0, {}, 1.0, 0.7, 1, 10.0, 2.0, 0.7)
 # For the backward pass, as multiples of the scan's time per chunk: the scan again together with the backward scan, and
-# the scan that finds the ends of segments. And the share of a whole walk's time that segments may take. These are
-# estimates. They agree with the few rows that were timed (docs/notes/2026-11-24-walk-back.md), but none was measured
+# the scan that finds the ends of segments. And the share of a whole scan's time that segments may take. These are
+# estimates. They agree with the few rows that were timed (docs/notes/2026-11-24-scan-back.md), but none was measured
 # separately.
 BOTH, ENDS, BACK_WORTH = 1.8, 1.3, 0.85
 # For decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256.
@@ -234,7 +234,7 @@ def plan_segments(p: Problem, chip: Chip) -> Segments | None:
 
     None also if a split would change promised bits: with ``batch_invariant``, and on a pool, where a prompt that is cut
     at a multiple of 64 tokens gives the same bits as a whole one (ops/serving/prefill.py). A scan that writes the
-    states of chunks also walks whole sequences.
+    states of chunks also scans whole sequences.
     """
     if p.N == 0 or plan_endless(p, chip) is None:
         return None
@@ -270,8 +270,8 @@ def back_tiles(p: Problem, chip: Chip, length: int, every: bool, *, recompute: b
     one if all its programs can run at once. ``every``: both."""
     kernel = "scan_both" if recompute else "scan_backward"
     tiles = _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
-    walks = count_slots(p, length) * p.HV * (1 + recompute)
-    return tiles if every else (next((t for t in tiles if walks * -(-p.V // t.BV) <= chip.processors), tiles[-1]),)
+    scans = count_slots(p, length) * p.HV * (1 + recompute)
+    return tiles if every else (next((t for t in tiles if scans * -(-p.V // t.BV) <= chip.processors), tiles[-1]),)
 
 
 def maps_tile(p: Problem, chip: Chip) -> Tile:
@@ -279,7 +279,7 @@ def maps_tile(p: Problem, chip: Chip) -> Tile:
 
 
 def segment_tiles(p: Problem, chip: Chip) -> tuple[Tile, ...]:
-    """The tiles for the scan that walks segments: the two widest, since there are enough segments to fill the chip."""
+    """The tiles for the scan that scans segments: the two widest, since there are enough segments to fill the chip."""
     return _scan_tiles("scan", p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
 
 
@@ -298,7 +298,7 @@ def _tile(kernel: str, target: str, dtype: torch.dtype, K: int, V: int) -> Tile:
 def _scan_tiles(
     kernel: str, channel: bool, chip: Chip, dtype: torch.dtype, K: int, V: int, states: int
 ) -> tuple[Tile, ...]:
-    """The tiles of a scan. ``states``: the number of states that walk at once; 0: any number."""
+    """The tiles of a scan. ``states``: the number of states that scan at once; 0: any number."""
     table = WIDE_SCANS if K > 128 else CHANNEL_SCANS if channel else SCANS
     choices = table.get((kernel, family(chip.target)))
     if choices is None or dtype == torch.float32:
@@ -310,10 +310,10 @@ def _scan_tiles(
     return (next((t for t in choices if states * -(-V // t.BV) <= chip.processors), choices[-1]),)
 
 
-def _walk_us(walk: float, channel: bool, chip: Chip, width: int, tile: Tile, states: int, length: int) -> float:
-    """The time of programs that walk ``states`` through ``length`` chunks, each in ``walk`` times a scan's time."""
+def _scan_us(chunk_us: float, channel: bool, chip: Chip, width: int, tile: Tile, states: int, length: int) -> float:
+    """The time of programs that scan ``states`` through ``length`` chunks, each in ``chunk_us`` times a scan's time."""
     pace = PACES.get((channel, family(chip.target)), PACE)
-    chunk = walk * pace.scan.get(tile.BV, pace.other)
+    chunk = chunk_us * pace.scan.get(tile.BV, pace.other)
     return waves_us(states * -(-width // tile.BV), chip.processors, pace.setup, length, chunk)
 
 
@@ -340,11 +340,11 @@ def _plan_segments(
     def times(number: int, length: int) -> Iterator[tuple[float, Segments]]:
         shared = _maps_us(channel, chip, K, V, mapping, N * HV, number, length)
         for tile in scans[-2:]:
-            us = shared + _walk_us(1.0, channel, chip, V, tile, N * HV * number, length)
+            us = shared + _scan_us(1.0, channel, chip, V, tile, N * HV * number, length)
             yield us, Segments(C * length, mapping, composing, tile)
 
     (whole,) = _scan_tiles("scan", channel, chip, dtype, K, V, N * HV)
-    return fastest_split(chunks, pace.worth * _walk_us(1.0, channel, chip, V, whole, N * HV, chunks), times)
+    return fastest_split(chunks, pace.worth * _scan_us(1.0, channel, chip, V, whole, N * HV, chunks), times)
 
 
 @lru_cache(maxsize=1024)
@@ -355,16 +355,16 @@ def _plan_back(
     mapping = _tile("channel_maps" if channel else "maps", chip.target, dtype, K, V)
     composing = _tile("compose", chip.target, dtype, K, V)
 
-    def walk_us(kind: str, walk: float, states: int, length: int, choices: int) -> float:
+    def scan_us(kind: str, chunk_us: float, states: int, length: int, choices: int) -> float:
         tiles = _scan_tiles(kind, channel, chip, dtype, K, V, 0)[-choices:]
         tile = next((t for t in tiles if states * -(-V // t.BV) <= chip.processors), tiles[-1])
-        return _walk_us(walk, channel, chip, V, tile, states, length)
+        return _scan_us(chunk_us, channel, chip, V, tile, states, length)
 
     def times(number: int, length: int) -> Iterator[tuple[float, Segments]]:
         shared = _maps_us(channel, chip, K, V, mapping, N * HV, number, length) + pace.launches + number * pace.compose
-        ends = walk_us("scan_backward", ENDS, N * HV * number, length, 2)
-        both = walk_us("scan_both", BOTH, 2 * N * HV * number, length, 2)
+        ends = scan_us("scan_backward", ENDS, N * HV * number, length, 2)
+        both = scan_us("scan_both", BOTH, 2 * N * HV * number, length, 2)
         yield shared + ends + both, Segments(C * length, mapping, composing, mapping)
 
-    whole = walk_us("scan_both", BOTH, 2 * N * HV, chunks, 4)
+    whole = scan_us("scan_both", BOTH, 2 * N * HV, chunks, 4)
     return fastest_split(chunks, BACK_WORTH * whole, times)

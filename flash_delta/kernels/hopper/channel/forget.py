@@ -1,11 +1,11 @@
-"""Finds whether gates forget. If they do, long sequences are walked in parts at the same time (loop.py).
+"""Finds whether gates forget. If they do, long sequences are scanned in parts at the same time (loop.py).
 
 If some tokens decay every channel by 2^184, the state before them has no effect after them. In float32 any number below
 2^35 is then zero. `find_forgetting` checks whether the EARLY tokens before each part decay so much. If so, a part is
-walked from these tokens on, from a state of zeros. Its results have the same bits as in a walk of the whole sequence.
+scanned from these tokens on, from a state of zeros. Its results have the same bits as in a scan of the whole sequence.
 
-`channel_loop` walks the parts only if gates forget before all parts of all states. Otherwise `prepare` and
-`walk_channels` compute the outputs, with other roundings. The host does not know which. It launches all of these
+`channel_loop` scans the parts only if gates forget before all parts of all states. Otherwise `prepare` and
+`scan_channels` compute the outputs, with other roundings. The host does not know which. It launches all of these
 kernels, and those that are not needed end at once.
 """
 

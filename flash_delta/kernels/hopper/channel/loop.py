@@ -1,4 +1,4 @@
-"""The forward pass with a decay per channel in one kernel. A program walks one state after the other, 32 tokens at a
+"""The forward pass with a decay per channel in one kernel. A program scans one state after the other, 32 tokens at a
 time, with a role per warp group.
 
     load     loads q, k and g into a ring of NR slots, and v into one of NV: one warp each
@@ -13,7 +13,7 @@ they come in several pieces (gate_role.py). The outputs of a piece are 0 for tok
 all pieces are added up.
 
 One state group holds the state, transposed, S^T [V, K], in float32 accumulators. If a program has a whole state, these
-are two halves [64, K], and the group walks one half after the other. The rules for ptxas
+are two halves [64, K], and the group scans one half after the other. The rules for ptxas
 in scalar/forward/loop.py hold here, too.
 
 Barriers, and who completes them:
@@ -46,8 +46,8 @@ from flash_delta.kernels.hopper.channel.gate_role import gate_role, is_last
 from flash_delta.kernels.hopper.channel.load_roles import clear_role, load_keys, load_values
 from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
 from flash_delta.kernels.hopper.channel.prepare import LINE
+from flash_delta.kernels.hopper.channel.scan import WIDE_ROWS
 from flash_delta.kernels.hopper.channel.scores import K
-from flash_delta.kernels.hopper.channel.walk import WIDE_ROWS
 from flash_delta.kernels.hopper.device.checkpoints import find_checkpoint, find_offset
 from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.device.hand_over import flag_of, hand_over, take_over

@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 
 from flash_delta.kernels.hopper.device.work_items import bounds, find_piece, find_pieces
 
-STEP = gl.constexpr(32)  # tokens that the loop walks at a time
-EARLY = gl.constexpr(128)  # tokens before a part that are walked, too
+STEP = gl.constexpr(32)  # tokens that the loop scans at a time
+EARLY = gl.constexpr(128)  # tokens before a part that are scanned, too
 
 
 @gluon.jit
@@ -26,8 +26,8 @@ def find_work(work, HV: gl.constexpr):
 
 @gluon.jit
 def find_part(i, pieces, work, HV: gl.constexpr, PACKED: gl.constexpr):
-    """What a program of the loop walks as its piece i: the state's number; the sequence, value head, the sequence's
-    first token and length; in the sequence the first token to walk, the first one with outputs, and the one after the
+    """What a program of the loop scans as its piece i: the state's number; the sequence, value head, the sequence's
+    first token and length; in the sequence the first token to scan, the first one with outputs, and the one after the
     last."""
     cu_seqlens, T, parts, items, pool, share = work
     if parts is None:

@@ -7,7 +7,7 @@ after the other.
 L is P with k for q and without the scale, for i > j. `channel` and `solve` of the ``triton`` backend write the same.
 The norms r are in P and A, but not in Qg, Kg and Kd. They are in ``rates``, with the scale and b.
 
-A is stored without its diagonal, which is 1, in float16. Walks round what they multiply by A to float16 (units.py), and
+A is stored without its diagonal, which is 1, in float16. Scans round what they multiply by A to float16 (units.py), and
 add what the diagonal would give in float32, so most of the result is not rounded for the product.
 
 For the backward pass the kernel writes L, with norms and without b. If A has been saved, the kernel does not compute A.
@@ -88,17 +88,17 @@ def count_listed(items, listed, cu_seqlens, T, HV):
 
 
 @gluon.jit
-def next_chunk(item, items, o, cu_seqlens, N, T, HV, walks, PACKED: gl.constexpr):
+def next_chunk(item, items, o, cu_seqlens, N, T, HV, prompts, PACKED: gl.constexpr):
     """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
-    length, and the chunk's first token in the sequence. ``walks``: as in `find_segment`."""
+    length, and the chunk's first token in the sequence. ``prompts``: as in `find_segment`."""
     step = gl.num_programs(0)
-    _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, walks)
+    _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, prompts)
     if PACKED:
         while (item < items) & (token >= stop):
             if o is not None:
                 store_zeros(o, item // HV, cu_seqlens, N, T, HV, item % HV)
             item += step
-            _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, walks)
+            _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, prompts)
     return item, row, start, gl.where(item < items, stop - start, 0), token - start
 
 
@@ -247,13 +247,13 @@ def store_inverse(rows, columns, strengths, a_desc, at):
 )  # fmt: skip
 def prepare(
     q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, l_desc, a_desc, gamma, rates, saved_b, saved_norms, beta,
-    A_log, dt_bias, cu_seqlens, o, forgets, walks, N, T, items, parted, least, most, q_batch, k_batch, g_batch, heads,
+    A_log, dt_bias, cu_seqlens, o, forgets, prompts, N, T, items, parted, least, most, q_batch, k_batch, g_batch, heads,
     group, HV, scale, lower_bound, beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times value heads. If o is given, it gets zeros after the last packed sequence. ``parted``: how
-    many parts, without first ones, `channel_loop` walks instead if gates forget (forget.py). On a pool ``walks`` lists
-    the sequences, and the kernel works only if there are ``least`` to ``most`` of them."""
+    many parts, without first ones, `channel_loop` scans instead if gates forget (forget.py). On a pool ``prompts``
+    lists the sequences, and the kernel works only if there are ``least`` to ``most`` of them."""
     gdc_launch_dependents()
     ty: gl.constexpr = q_desc.dtype
     sq1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
@@ -276,11 +276,11 @@ def prepare(
     gates1 = reinterpret(sg2, gl.float32, [1, C, K], FLOATS) if g_desc.dtype == gl.float32 else sg2
     if forgets is not None:
         items = gl.where(all_forget(forgets, parted), 0, items)
-    if walks is not None:
-        N, items = count_listed(items, (walks, least, most), cu_seqlens, T, HV)
+    if prompts is not None:
+        N, items = count_listed(items, (prompts, least, most), cu_seqlens, T, HV)
     given = (HV, group, (q_desc, k_desc, g_desc), (sq1, sk1, gates1), full, (q_batch, k_batch, g_batch), heads)
     own = (HV, A_log, dt_bias, beta, beta_batch, beta_strides)
-    item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, walks, PACKED)
+    item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts, PACKED)
     if item < items:
         ask(item, row, start, size, first, given)
     A, bias, b = parameters(item, row, start, size, first, own)
@@ -331,7 +331,7 @@ def prepare(
         total += totals.slice(2, 1, 0).load(CHANNELS) + totals.slice(3, 1, 0).load(CHANNELS)
         gl.store(gamma + item.to(gl.int64) * K + c, gl.exp2(total))
         step = gl.num_programs(0)
-        item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, walks, PACKED)
+        item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, prompts, PACKED)
         scores, across = warpgroup_mma_wait(0, deps=[scores, across])
         lower = own_scores(scores, exact, lowest, weights, norms, 1, steep, NORM)
         second, third = both(across)
@@ -369,11 +369,11 @@ def run_prepare(
         *(ragged(t, p.K) for t in (x.q, x.k, x.g)), *(blocks(t, p.K) for t in (out.Qg, out.Kg, out.Kd)),
         *(None if t is None else squares(t) for t in (out.P, L, out.A)), out.gamma, out.rates,
         *((None, None) if s is None else (s.vectors, s.norms)), x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, forgets,
-        listed.walks, p.N, p.T, items, p.N * p.HV * (parts - 1), listed.least, listed.most, *batches, heads,
+        listed.prompts, p.N, p.T, items, p.N * p.HV * (parts - 1), listed.least, listed.most, *batches, heads,
         p.HV // p.H, p.HV, p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
     constants = constants_of(c, prepare, arguments)
     programs = min(items, PREPARES * c.shape.chip.processors)
     # It must not start early if it is the first kernel of its call: then it waits for none.
-    plan, early = DescribedPlan((programs,), arguments, constants), listed.walks is not None
+    plan, early = DescribedPlan((programs,), arguments, constants), listed.prompts is not None
     launch_described(c, prepare, plan, launch_pdl=early)

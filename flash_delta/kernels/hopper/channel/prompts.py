@@ -28,14 +28,14 @@ NUMBERS = ["T", "least", "most", "q_batch", "k_batch", "v_batch", "g_batch", "gr
 
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def channel_prompts(
-    q_desc, k_desc, v_desc, g_desc, o_desc, states, handed, tape, cu_seqlens, walks, checkpoints, offsets, o, beta,
+    q_desc, k_desc, v_desc, g_desc, o_desc, states, handed, tape, cu_seqlens, prompts, checkpoints, offsets, o, beta,
     A_log, dt_bias, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column, q_batch,
     k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
     HV: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr, TAPED: gl.constexpr,
 ):  # fmt: skip
-    """This launch works only if ``walks`` has ``least`` to ``most`` sequences."""
+    """This launch works only if ``prompts`` has ``least`` to ``most`` sequences."""
     gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
     kept = None
     if checkpoints is not None:
@@ -43,7 +43,7 @@ def channel_prompts(
         if offsets is not None:
             kept += (offsets,)
     descs = (q_desc, k_desc, v_desc, g_desc, o_desc, states, states, handed)
-    work = (cu_seqlens, T, None, 0, (walks, least, most))
+    work = (cu_seqlens, T, None, 0, (prompts, least, most))
     numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
     places = (q_batch, k_batch, g_batch, v_batch, heads, group)
     run_roles(
@@ -53,7 +53,7 @@ def channel_prompts(
 
 
 def run_channel_prompts(
-    c: Call, o: Tensor, walks: Tensor, tape: Tape, s: Slots, launches: Iterable[PoolLaunch]
+    c: Call, o: Tensor, prompts: Tensor, tape: Tape, s: Slots, launches: Iterable[PoolLaunch]
 ) -> None:
     """Launches the loop, once for every tile that the number of prompts may select. With halves of states there is a
     program for every item, so they need no tape."""
@@ -64,7 +64,7 @@ def run_channel_prompts(
     for t, sequences, least, most, _ in launches:
         laid = tape if t == CHANNEL_WHOLE else None
         arguments = (
-            q, k, ragged(x.v, 64 * t.HALVES, STEP.value), g, out, states, *handed_by(laid), x.cu_seqlens, walks,
+            q, k, ragged(x.v, 64 * t.HALVES, STEP.value), g, out, states, *handed_by(laid), x.cu_seqlens, prompts,
             *kept[:2], o, x.beta, x.A_log, x.dt_bias, p.T, least, most, *kept[2:], q_batch, k_batch, v_batch, g_batch,
             heads, p.HV // p.H, p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """A decay per key channel: which calls come here, and what they launch.
 
-In the backward pass ``triton`` walks the states. Before that `prepare` runs in place of `channel` and `solve`. After
+In the backward pass ``triton`` scans the states. Before that `prepare` runs in place of `channel` and `solve`. After
 that `chunk_back` runs if it can (channel/backward/).
 """
 
@@ -14,9 +14,9 @@ from flash_delta.kernels.hopper.channel.backward import run as by_chunk
 from flash_delta.kernels.hopper.channel.forget import new_forgets, run_find_forgetting
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
-from flash_delta.kernels.hopper.channel.walk import run_walk_channels
+from flash_delta.kernels.hopper.channel.scan import run_scan_channels
 from flash_delta.kernels.hopper.plans.boxes import as_taken, described
-from flash_delta.kernels.hopper.plans.splits import CHANNEL_TILES, channel_tile, loop_parts, may_walk
+from flash_delta.kernels.hopper.plans.splits import CHANNEL_TILES, channel_tile, loop_parts, may_scan_channels
 from flash_delta.kernels.hopper.plans.tape import new_channel_tape, new_tape
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_PACE, CHANNEL_WHOLE, ChannelTile, needs_tape
 from flash_delta.kernels.runtime.arguments import every
@@ -35,7 +35,7 @@ FORWARD = ("hopper", "channel")  # the kind of these calls
 
 
 class Parting(NamedTuple):
-    """How sequences are walked in parts if gates forget."""
+    """How sequences are scanned in parts if gates forget."""
 
     forgets: Tensor  # for each part, except first ones, whether gates forget before it
     parts: int  # 1: sequences are not cut
@@ -57,14 +57,14 @@ def remark(p: Problem) -> str:
         said = ["one kernel does it all"]
     elif _parts(p, split) > 1:
         said = [
-            f"it walks half a state per program; where gates forget one kernel does it all in {_parts(p, split)} parts"
+            f"it scans half a state per program; where gates forget one kernel does it all in {_parts(p, split)} parts"
         ]
     elif split is not None:
-        said = [f"'triton' walks sequences in segments of {split.length} tokens"]
+        said = [f"'triton' scans sequences in segments of {split.length} tokens"]
     else:
-        said = ["'triton' walks the states" if _scans(p) else "it walks half a state per program"]
+        said = ["'triton' scans the states" if _scans(p) else "it scans half a state per program"]
     if p.needs_grad:
-        said.append(f"'triton' walks the states back{_found(p)}")
+        said.append(f"'triton' scans the states back{_found(p)}")
     return "; ".join(said)
 
 
@@ -97,9 +97,9 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
             run_find_forgetting(c, *parting)
             run_channel_loop(c, o, final, CHANNEL_WHOLE, *parting)
         if not tile:
-            _prepare_and_walk(c, handed, saved, o, final, segments, parting)
+            _prepare_and_scan(c, handed, saved, o, final, segments, parting)
         elif every(c):
-            _prepare_and_walk(c, Workspace(p._replace(N=1, T=1), Prepared), None, o, final, None, parting)
+            _prepare_and_scan(c, Workspace(p._replace(N=1, T=1), Prepared), None, o, final, None, parting)
 
     with on(p.device):
         call = make_call(p, x, kind, known=known, name=(*kind, split, tile, tape is None))
@@ -127,19 +127,19 @@ def _later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
 
 
 def _taken_back(x: Inputs) -> Inputs:
-    """The result of `as_taken`, but with the initial states as given, since `triton` walks from them."""
+    """The result of `as_taken`, but with the initial states as given, since `triton` scans from them."""
     return as_taken(x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
 
 
 def _chunks(p: Problem) -> Chunks:
-    """The kernels that run before and after the walk of the backward pass."""
+    """The kernels that run before and after the scan of the backward pass."""
     if by_chunk.unsupported(p) is None:
         return Chunks("hopper", (Deep,), _prepare_again, by_chunk.find_gradients)
     return CHUNKS._replace(name="hopper prepares", prepare=_prepare_again)
 
 
 def _found(p: Problem) -> str:
-    """What `remark` says about the kernels after the walk back."""
+    """What `remark` says about the kernels after the scan back."""
     reason = by_chunk.unsupported(p)
     return ", and finds the gradients of chunks: " + reason if reason else ""
 
@@ -172,7 +172,7 @@ def saves(p: Problem) -> bool:
 
 
 def _scans(p: Problem) -> bool:
-    """Whether `scan` walks the states if the loop does not. With ``batch_invariant`` it always does, since other
+    """Whether `scan` scans the states if the loop does not. With ``batch_invariant`` it always does, since other
     sequences would decide about another way."""
     return p.batch_invariant or not can_loop(p)
 
@@ -184,18 +184,18 @@ def _loop(p: Problem) -> ChannelTile | None:
 
 def _parts(p: Problem, split: object) -> int:
     """The number of parts into which sequences are cut if gates forget. 1: they are not cut."""
-    walked = split is None and not _scans(p) and _loop(p) is None
-    return loop_parts(p, chip_of(p.device)) if walked and _may_part(p) else 1
+    scanned = split is None and not _scans(p) and _loop(p) is None
+    return loop_parts(p, chip_of(p.device)) if scanned and _may_part(p) else 1
 
 
 def _may_part(p: Problem) -> bool:
     """Whether sequences of some sizes are cut into parts. With raw gates without a bound `find_forgetting` takes more
     time than a trained model could gain."""
     free = p.raw_gate and p.lower_bound is None
-    return can_loop(p) and not free and may_walk(p, chip_of(p.device))
+    return can_loop(p) and not free and may_scan_channels(p, chip_of(p.device))
 
 
-def _prepare_and_walk(
+def _prepare_and_scan(
     c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor,
     segments: SegmentedScan | None, parting: Parting,
 ) -> None:  # fmt: skip
@@ -206,14 +206,14 @@ def _prepare_and_walk(
     else:
         solved = groups[0] if groups else None
         run_prepare(c, _with_saved(*handed.views(), solved), o, None, solved, *parting)
-    _walk(c, handed, saved, o, final, segments, parting)
+    _scan(c, handed, saved, o, final, segments, parting)
 
 
-def _walk(
+def _scan(
     c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor,
     segments: SegmentedScan | None, parting: Parting,
 ) -> None:  # fmt: skip
-    """Launches the kernels that walk the states. While compiling, it launches all that calls of other sizes need."""
+    """Launches the kernels that scan the states. While compiling, it launches all that calls of other sizes need."""
     kept = [] if saved is None else c.parts(saved)
     if handed is None:
         solved, factors, channels, residual = kept
@@ -222,7 +222,7 @@ def _walk(
     scans = _scans(c.p)
     if not scans and (every(c) or segments is None):
         w = _with_saved(*handed.views(), *([] if saved is None else saved.views()))
-        run_walk_channels(c, w, o, final, *parting)
+        run_scan_channels(c, w, o, final, *parting)
     w = _with_saved(*c.parts(handed), *kept)
     channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
     given = c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final

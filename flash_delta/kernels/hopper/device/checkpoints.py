@@ -20,8 +20,8 @@ NONE = (None, None, *(0 for _ in NUMBERS))  # the arguments of a kernel without 
 
 @gluon.jit
 def find_offset(kept, n, length, STEP: gl.constexpr = C):
-    """The number of tokens, in whole chunks, after which a walk leaves the checkpoint of sequence n at an offset. 0 if
-    it leaves none (triton/serving/offsets.py), or if there are no offsets. STEP: tokens that the walk takes at a
+    """The number of tokens, in whole chunks, after which a scan leaves the checkpoint of sequence n at an offset. 0 if
+    it leaves none (triton/serving/offsets.py), or if there are no offsets. STEP: tokens that the scan takes at a
     time."""
     tokens = n * 0
     if kept is not None and len(kept) > 7:

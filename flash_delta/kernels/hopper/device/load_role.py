@@ -1,4 +1,4 @@
-"""The role that loads, in the loop, `find_maps` and `walk_segments`. It is one warp, which starts copies of tiles,
+"""The role that loads, in the loop, `find_maps` and `scan_segments`. It is one warp, which starts copies of tiles,
 chunk after chunk. If a kernel does not load a tensor, its descriptor is None."""
 
 from triton.experimental import gluon
@@ -88,7 +88,7 @@ def load_role(
     strides: the tokens between batch rows of (q, k, v), the strides between heads of (q, k, v), and the value heads per
     key head.
     bars: ``full``, one per slot of this ring, and ``done``, one per slot of the program's longest ring, NS.
-    flags: those of `find_maps`, whose state groups may end early, and how many chunks it has to walk; otherwise None.
+    flags: those of `find_maps`, whose state groups may end early, and how many chunks it has to scan; otherwise None.
     """
     descs, tiles, flags, bars, work, strides = given
     full, done = bars

@@ -40,19 +40,19 @@ def first_slot(n, start, T, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def nth(m, N, walks):
-    """Sequence m of N, or of those that ``walks`` lists (plans/prompt_list.py). If it lists none, any sequence."""
+def nth(m, N, prompts):
+    """Sequence m of N, or of those that ``prompts`` lists (plans/prompt_list.py). If it lists none, any sequence."""
     n = m
-    if walks is not None:
-        n = gl.where(N > 0, gl.load(walks + 3 * gl.maximum(m, 0) + 1), 0)
+    if prompts is not None:
+        n = gl.where(N > 0, gl.load(prompts + 3 * gl.maximum(m, 0) + 1), 0)
     return n
 
 
 @gluon.jit
-def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr, walks=None):
+def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr, prompts=None):
     """The segment in a slot of ``length`` tokens: its sequence, batch row, first token, the sequence's two bounds, its
     number in the sequence, and whether it is the last one. A sequence without tokens has one segment. A slot without a
-    segment has no tokens, and is not the last. ``walks``: only the N sequences of this list have slots, and the first
+    segment has no tokens, and is not the last. ``prompts``: only the N sequences of this list have slots, and the first
     result is a number in the list."""
     n = slot // ((T + length - 1) // length)
     first, row = n * ((T + length - 1) // length), n
@@ -60,13 +60,13 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr, walks=Non
         low, high = slot * 0, slot * 0 + N - 1
         while low < high:  # finds the last sequence whose slots begin here or before
             middle = (low + high + 1) // 2
-            if load_bound(cu_seqlens, nth(middle, N, walks), T) // length + middle <= slot:
+            if load_bound(cu_seqlens, nth(middle, N, prompts), T) // length + middle <= slot:
                 low = middle
             else:
                 high = middle - 1
         n, row = low, slot * 0
-        first = load_bound(cu_seqlens, nth(n, N, walks), T) // length + n
-    start, stop = extent(nth(n, N, walks), cu_seqlens, T, PACKED)
+        first = load_bound(cu_seqlens, nth(n, N, prompts), T) // length + n
+    start, stop = extent(nth(n, N, prompts), cu_seqlens, T, PACKED)
     number = gl.maximum(slot - first, 0)  # below 0 if bounds decrease, or begin above 0
     token = start + number * length
     last = (token + length >= stop) & ((token < stop) | (number == 0))
@@ -121,13 +121,13 @@ def find_listed(HV, cu_seqlens, T, listed, keys):
     the part's number among all parts, and the one before the last is its first chunk.
 
     listed: the list of prompts and that of their parts (plans/prompt_list.py)."""
-    walks, parts = listed
+    prompts, parts = listed
     gdc_wait()  # the kernel that makes the lists has ended
     s, _ = place(HV)
     known = s < gl.load(parts)
     m = gl.where(known, gl.load(parts + 5 * gl.where(known, s, 0) + 5), 0)
     begin, end = gl.load(parts + 5 * m + 2), gl.load(parts + 5 * m + 3)
-    n = gl.where(known, gl.load(walks + 3 * m + 1), 0)
+    n = gl.where(known, gl.load(prompts + 3 * m + 1), 0)
     start, stop = extent(n, cu_seqlens, T, True)
     needed = known & (end * C < stop - start) & ((begin > 0) | (keys == 0))
     slot = first_slot(n, start, T, True) + begin
@@ -137,7 +137,7 @@ def find_listed(HV, cu_seqlens, T, listed, keys):
 @gluon.jit
 def without_faded(token, chunks, slot, keys, left):
     """Leaves out chunks that have decayed. Returns, for a map, the first token, the number and the first slot of the
-    chunks that it has to walk, and how many chunks come before those. ``left``: how many chunks have not decayed at the
+    chunks that it has to scan, and how many chunks come before those. ``left``: how many chunks have not decayed at the
     segment's end. If some have decayed, Phi is zero."""
     skipped = gl.maximum(chunks - left, 0)
     chunks = gl.where((keys > 0) & (skipped > 0), 0, chunks - skipped)

@@ -1,15 +1,15 @@
-"""The loop's items of work, and the pieces of them that a program walks.
+"""The loop's items of work, and the pieces of them that a program scans.
 
 An item is one value head of one sequence. On a pool an earlier kernel has listed the sequences and the slots of their
 states (prompt_list.py). A piece is a run of chunks of an item. Without a tape every piece is a whole item, and programs
 take items in turns. With a tape (tape.py) a program's first piece may end early, and its last piece may begin late.
 
 The functions take ``work``: (cu_seqlens, T, items, pool, share). pool: the list, the ``least`` and the ``most``
-prompts that this launch walks, and the list of parts if prompts are cut; or None. share: the tape's table and the
+prompts that this launch scans, and the list of parts if prompts are cut; or None. share: the tape's table and the
 program's number, or None. If prompts are cut, a part of a prompt counts as a sequence, except that its tokens are
 counted from the beginning of the prompt.
 
-Other kernels walk segments (scalar/segments/), one per program, or whole sequences by a tape. A run of chunks is the
+Other kernels scan segments (scalar/segments/), one per program, or whole sequences by a tape. A run of chunks is the
 one or the other. With SEGMENTS their ``work`` is (cu_seqlens, T, length, N)."""
 
 from typing import NamedTuple
@@ -24,9 +24,9 @@ from flash_delta.kernels.hopper.device.segment_bounds import extent, find_chunks
 
 
 class Listed(NamedTuple):
-    """The prompts on a pool that a launch walks: those of a list, if there are ``least`` to ``most`` of them."""
+    """The prompts on a pool that a launch scans: those of a list, if there are ``least`` to ``most`` of them."""
 
-    walks: Tensor | None
+    prompts: Tensor | None
     least: int
     most: int
 
@@ -41,9 +41,9 @@ def count_items(items, pool, HV):
     if pool is None:
         return items
     else:
-        walks, least, most = pool[0], pool[1], pool[2]
+        prompts, least, most = pool[0], pool[1], pool[2]
         gdc_wait()  # the kernel that makes the list has ended
-        count = gl.load(walks)
+        count = gl.load(prompts)
         return gl.where((count >= least) & (count <= most), count * HV, 0)
 
 
@@ -120,7 +120,7 @@ def find_runs(work, HV, SEGMENTS: gl.constexpr):
 def find_run(i, runs, work, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr, BACK: gl.constexpr = False):
     """Run i of a program: its value head and batch row; the sequence's first token and length; the run's first token in
     the sequence, the number of its chunks, and the first chunk's slot; then its sequence, its segment's slot (or its
-    sequence), its number (0: it begins the sequence), and whether it ends the sequence. BACK: chains are walked from
+    sequence), its number (0: it begins the sequence), and whether it ends the sequence. BACK: chains are scanned from
     their last chunk, with which they begin on the tape."""
     if SEGMENTS:
         cu_seqlens, T, length, N = work

@@ -1,4 +1,4 @@
-"""Values wider than keys: a head with V = n K is walked as n heads, each with K of its value columns.
+"""Values wider than keys: a head with V = n K is scanned as n heads, each with K of its value columns.
 
 The columns of a state do not depend on each other. The n heads have the same keys and gates, and each computes A by
 itself. Values and outputs are views with other shapes. Gates and initial states are small, and are copied.

@@ -1,6 +1,6 @@
-"""Finds the sequences of a prefill that the loop walks. One program of `rates` does this on the device. The loop walks
+"""Finds the sequences of a prefill that the loop scans. One program of `rates` does this on the device. The loop scans
 sequences that are not padding and have more than SHORT tokens. `decode` runs the shorter ones. With SHORT 0 it runs
-none. Long sequences are cut into parts, which are walked at the same time (scalar/segments/).
+none. Long sequences are cut into parts, which are scanned at the same time (scalar/segments/).
 
 With a decay per channel there is no `rates`, and `list_prompts` does this instead. It also lays the tape, and writes
 zeros to o of padding and after the last sequence. Its grid is (slots), and a program looks at one chunk of all heads.
@@ -52,10 +52,10 @@ def cut_prompt(tokens, shortest, fewest, most, C: tl.constexpr):
 
 
 @triton.jit
-def list_walks(
-    walks, parts, tables, cu_seqlens, N, T, slots, cutting, HV: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr
+def write_prompt_list(
+    prompts, parts, tables, cu_seqlens, N, T, slots, cutting, HV: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr
 ):  # fmt: skip
-    """Writes how many prompts, or parts of prompts, the loop walks. For each of them it writes three numbers: the
+    """Writes how many prompts, or parts of prompts, the loop scans. For each of them it writes three numbers: the
     sequence, the slot that its state is read from, and the slot that its state is written to. If there is no such slot,
     the number is -1.
 
@@ -63,7 +63,7 @@ def list_walks(
     the states that parts start from, and of prompts that are cut. Five numbers follow for each part: its first chunk in
     the prompt, the chunk after its last, and the number of its start's first head in memory, or -1 for a prompt that is
     not cut. The fourth of the numbers of part s is the part of start s. The fifth of part i is the first start of the
-    i-th prompt that is cut. The first part has a start, too. The last part may be walked before it, and may write to
+    i-th prompt that is cut. The first part has a start, too. The last part may be scanned before it, and may write to
     the slot that the prompt reads.
     cutting: how prompts are cut (the three numbers of `cut_prompt`), how many starts there is room for, and how many
     other states there are before them in memory."""
@@ -75,24 +75,24 @@ def list_walks(
         first, last, well = find_slots(tables, n, slots)
         if SHORT > 0:
             well = well & (stop - start > SHORT)
-        walked = (well & (at < N)).to(tl.int32)
+        listed = (well & (at < N)).to(tl.int32)
         if parts is None:
-            to = walks + 3 * (count + tl.cumsum(walked, 0) - walked) + 1
-            tl.store(to, n, mask=walked != 0)
-            tl.store(to + 1, first, mask=walked != 0)
-            tl.store(to + 2, last, mask=walked != 0)
-            count += tl.sum(walked, 0)
+            to = prompts + 3 * (count + tl.cumsum(listed, 0) - listed) + 1
+            tl.store(to, n, mask=listed != 0)
+            tl.store(to + 1, first, mask=listed != 0)
+            tl.store(to + 2, last, mask=listed != 0)
+            count += tl.sum(listed, 0)
         else:
             shortest, fewest, most, room, before = cutting
             number, length, chunks = cut_prompt(stop - start, shortest, fewest, most, C)
-            begun = tl.where(number > 1, number * walked, 0)
+            begun = tl.where(number > 1, number * listed, 0)
             # If bounds are wrong, there may be no room. Then prompts are not cut.
             begun = tl.where(starts + tl.cumsum(begun, 0) <= room, begun, 0)
-            number, length = tl.maximum(begun, walked), tl.where(begun > 0, length, chunks)
+            number, length = tl.maximum(begun, listed), tl.where(begun > 0, length, chunks)
             own, s = count + tl.cumsum(number, 0) - number, starts + tl.cumsum(begun, 0) - begun
             for j in range(tl.max(number, 0)):
                 known, m = j < number, own + j
-                to = walks + 3 * m + 1
+                to = prompts + 3 * m + 1
                 tl.store(to, n, mask=known)
                 tl.store(to + 1, tl.where(j == 0, first, -1), mask=known)
                 tl.store(to + 2, tl.where(j == number - 1, last, -1), mask=known)
@@ -106,7 +106,7 @@ def list_walks(
             count += tl.sum(number, 0)
             starts += tl.sum(begun, 0)
             prompts += tl.sum(cuts, 0)
-    tl.store(walks, count)
+    tl.store(prompts, count)
     if parts is not None:
         tl.store(parts, starts)
         tl.store(parts + 1, prompts)
@@ -121,7 +121,7 @@ def is_short(n, cu_seqlens, N, T, SHORT: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def list_prompts(
-    cu_seqlens, o, walks, read_indices, write_indices, has_initial_state, table, marks, programs, word, patience,
+    cu_seqlens, o, prompts, read_indices, write_indices, has_initial_state, table, marks, programs, word, patience,
     chunk_ticks, item_ticks, cut_ticks, N, T, slots, null_slot, read_row, write_row, has_row, HV: tl.constexpr,
     V: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -130,9 +130,9 @@ def list_prompts(
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
     slots = (slots, null_slot)
     if slot == 0:
-        list_walks(walks, None, tables, cu_seqlens, N, T, slots, None, HV, C, SHORT)
+        write_prompt_list(prompts, None, tables, cu_seqlens, N, T, slots, None, HV, C, SHORT)
         numbers = (programs, word, patience, chunk_ticks, item_ticks, cut_ticks)
-        lay(table, marks, numbers, cu_seqlens, walks, None, N, T, HV, C, True, PROGRAMS)
+        lay(table, marks, numbers, cu_seqlens, prompts, None, N, T, HV, C, True, PROGRAMS)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, True)
     if (token >= stop) | is_short(n, cu_seqlens, N, T, SHORT):
         return
@@ -145,17 +145,17 @@ def list_prompts(
         store_tile(rows_of(o, strides, row, row + hv), strides, zeros, token, stop, 0, V, C, V)
 
 
-def new_walks(p: Problem, starts: int = 0) -> Tensor:
-    """Memory for the list of sequences that the loop walks on a pool ``starts``: how many parts of
+def new_prompt_list(p: Problem, starts: int = 0) -> Tensor:
+    """Memory for the list of sequences that the loop scans on a pool ``starts``: how many parts of
     them there may be, if they are cut."""
     numbers = -(-(1 + 3 * (p.N + starts)) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
     return torch.empty(numbers, dtype=torch.int32, device=p.device)
 
 
-def run_list_prompts(c: Call, o: Tensor, walks: Tensor, tape: Tape, s: Slots) -> None:
+def run_list_prompts(c: Call, o: Tensor, prompts: Tensor, tape: Tape, s: Slots) -> None:
     p, tables = c.p, (s.read_indices, s.write_indices, s.has_initial_state)
     launch_rule(
-        c, list_prompts, (c.x.cu_seqlens, o, walks, *tables, tape.table, tape.marks), (count_slots(p), 1, 1),
+        c, list_prompts, (c.x.cu_seqlens, o, prompts, *tables, tape.table, tape.marks), (count_slots(p), 1, 1),
         Tile(4, 1), *tape.numbers, p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in tables),
         PROGRAMS=most_programs(c.shape.chip.processors),
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The plan of a call: which kernels walk its states, and how long segments are. The plan is what takes the least time.
+"""The plan of a call: which kernels scan its states, and how long segments are. The plan is what takes the least time.
 
-All times are in quarters of a microsecond, on an H200 (docs/notes). A program of a kernel takes `Pace.walk`. Programs
-of a loop, and of the backward pass's walks through whole sequences, get equal shares of all chunks (plans/tape.py).
-So these take as long as the longest sequence, or as a program's share. Programs of other kernels walk whole items, in
+All times are in quarters of a microsecond, on an H200 (docs/notes). A program of a kernel takes `Pace.time`. Programs
+of a loop, and of the backward pass's scans through whole sequences, get equal shares of all chunks (plans/tape.py).
+So these take as long as the longest sequence, or as a program's share. Programs of other kernels scan whole items, in
 rounds of one program per multiprocessor."""
 
 from functools import lru_cache
@@ -15,13 +15,13 @@ from flash_delta.kernels.hopper.plans.tiles import (
     CHANNEL_HALF,
     CHANNEL_HALF_PACE,
     CHANNEL_PACE,
-    CHANNEL_WALK_PACE,
+    CHANNEL_SCAN_PACE,
     CHANNEL_WHOLE,
     NARROW,
     RETRACE_PACE,
     SAVING,
+    SCAN_GRADIENTS_PACE,
     SLIM,
-    WALK_BACK_PACE,
     WIDE,
     ChannelTile,
     LoopTile,
@@ -34,13 +34,13 @@ from flash_delta.problem import Problem
 
 LAUNCHES = 44  # for launching more kernels than the loop
 FACTOR, PREPARE = 4, 22  # of a multiprocessor, per chunk and head
-# Paces: of `find_maps`, which walks halves of maps; of `walk_segments`; and of `walk_back` where it only finds ends of
-# segments. With heads of 64 these and FACTOR take about NARROWER of the time.
-MAP, WALK, NARROWER = Pace(5, 32), Pace(9, 32), {64: 0.55, 128: 1}
-BACK = RETRACE_PACE, WALK_BACK_PACE  # by the width of heads
+# Paces: of `find_maps`, which scans halves of maps; of `scan_segments`; and of `scan_gradients` where it only finds
+# ends of segments. With heads of 64 these and FACTOR take about NARROWER of the time.
+MAP, SCAN, NARROWER = Pace(5, 32), Pace(9, 32), {64: 0.55, 128: 1}
+BACK = RETRACE_PACE, SCAN_GRADIENTS_PACE  # by the width of heads
 COMPOSE = 8  # per segment, in `compose_maps`
 # The share of work that is left if gates are as at the beginning of training: half of all Phi decay to zero (maps.py),
-# and some walks for ends of segments begin late.
+# and some scans for ends of segments begin late.
 LEFT = 0.75
 
 
@@ -53,20 +53,20 @@ class Sizes(NamedTuple):
     items: int  # value heads of all sequences that there are
 
     def taped(self, pace: Pace, parts: int = 1) -> float:
-        """The time of a walk on a tape, with ``parts`` programs per state."""
+        """The time of a scan on a tape, with ``parts`` programs per state."""
         share = parts * (self.states * self.chunks * pace.chunk + self.items * pace.item) / self.processors
-        return max(pace.walk(self.chunks), share)
+        return max(pace.time(self.chunks), share)
 
     def rounds(self, pace: Pace, programs: int, number: int = 1) -> float:
-        """The time of another walk, with so many programs per state, in ``number`` segments of each sequence."""
-        return ceil(self.states * programs / self.processors) * pace.walk(ceil(self.chunks / number))
+        """The time of another scan, with so many programs per state, in ``number`` segments of each sequence."""
+        return ceil(self.states * programs / self.processors) * pace.time(ceil(self.chunks / number))
 
     def early(self, pace: Pace, programs: int, number: int) -> float:
         """The time of `rounds` if some programs end early. Then other programs begin."""
-        return max(1.0, LEFT * self.states * programs / self.processors) * pace.walk(ceil(self.chunks / number))
+        return max(1.0, LEFT * self.states * programs / self.processors) * pace.time(ceil(self.chunks / number))
 
     def short(self, pace: Pace, programs: int = 1) -> float:
-        """About the time that such a walk takes for all sequences that are shorter than the longest one."""
+        """About the time that such a scan takes for all sequences that are shorter than the longest one."""
         return programs * (self.items - self.states) * pace.item / self.processors
 
     def shared(self, chunk: float) -> float:
@@ -137,13 +137,13 @@ def _in_segments(s: Sizes, width: int, number: int) -> float:
     """The time of the forward pass in ``number`` segments of each sequence."""
     halves = 2 * number - 3  # of maps, per state; the first segment has one map, the last none
     maps = (s.rounds(MAP, halves, number) + s.early(MAP, halves, number)) / 2  # whether they end early depends on gates
-    walks = s.shared(FACTOR) + maps + s.rounds(WALK, number, number) + s.short(WALK)
-    return LAUNCHES + COMPOSE * number + NARROWER[width] * walks
+    scans = s.shared(FACTOR) + maps + s.rounds(SCAN, number, number) + s.short(SCAN)
+    return LAUNCHES + COMPOSE * number + NARROWER[width] * scans
 
 
 def _in_segments_back(s: Sizes, width: int, number: int) -> float:
     """The time of the backward pass in ``number`` segments of each sequence, with the maps of the forward pass."""
-    ends = NARROWER[width] * s.early(WALK, number - 1, number)
+    ends = NARROWER[width] * s.early(SCAN, number - 1, number)
     return LAUNCHES + COMPOSE * number + ends + sum(s.rounds(pace[width], number, number) for pace in BACK)
 
 
@@ -154,32 +154,32 @@ CHANNEL_TILES = CHANNEL_WHOLE, CHANNEL_HALF
 
 def channel_tile(p: Problem, chip: Chip) -> ChannelTile | None:
     """The tile of the loop that does everything, with a whole state or half a state per program. None: `prepare` runs,
-    and then a walk of the states."""
+    and then a scan of the states."""
     return _channel_tile(_sizes(p, chip.processors))
 
 
 @lru_cache(maxsize=1024)
 def _channel_tile(s: Sizes) -> ChannelTile | None:
-    half, walk = (s.rounds(pace, 2) + s.short(pace, 2) for pace in (CHANNEL_HALF_PACE, CHANNEL_WALK_PACE))
-    walk += LAUNCHES + s.shared(PREPARE)
-    times = {CHANNEL_WHOLE: s.taped(CHANNEL_PACE), CHANNEL_HALF: half, None: walk}
+    half, time = (s.rounds(pace, 2) + s.short(pace, 2) for pace in (CHANNEL_HALF_PACE, CHANNEL_SCAN_PACE))
+    time += LAUNCHES + s.shared(PREPARE)
+    times = {CHANNEL_WHOLE: s.taped(CHANNEL_PACE), CHANNEL_HALF: half, None: time}
     return min(times, key=times.__getitem__)
 
 
-def may_walk(p: Problem, chip: Chip) -> bool:
-    """Whether there are few enough heads for `prepare` and a walk to be faster than the loop: for one long sequence, or
+def may_scan_channels(p: Problem, chip: Chip) -> bool:
+    """Whether there are few enough heads for `prepare` and a scan to be faster than the loop: for one long sequence, or
     for any."""
     return _channel_tile(_endless(p, chip.processors)) is None
 
 
 def channel_pool_launches(p: Problem, chip: Chip, *, every: bool) -> tuple[PoolLaunch, ...]:
-    """How prompts on a pool are walked: by the loop with a tile, or by `prepare` and `walk_channels` (None).
+    """How prompts on a pool are scanned: by the loop with a tile, or by `prepare` and `scan_channels` (None).
 
-    With few heads the latter walk prompts as long as all halves of states run at once
+    With few heads the latter scan prompts as long as all halves of states run at once
     (docs/notes/2026-11-26-kda-few-heads.md). If no sequence may change a bit of another sequence, there is only one
     way. With few heads it is the one that is never much slower than the other.
     """
-    few, halves = may_walk(p, chip), chip.processors >= 2 * p.HV
+    few, halves = may_scan_channels(p, chip), chip.processors >= 2 * p.HV
     ways = (None, CHANNEL_WHOLE) if few else (CHANNEL_HALF, CHANNEL_WHOLE) if halves else (CHANNEL_WHOLE,)
     if p.batch_invariant:
         ways = (None,) if few else (CHANNEL_WHOLE,)

@@ -1,5 +1,5 @@
 """The tape: how the work of a kernel is divided among its programs if whole items would leave some of them idle. The
-loops take it, and in the backward pass the walks of whole sequences.
+loops take it, and in the backward pass the scans of whole sequences.
 
 An item is one value head of one sequence. The tape has all items, one after the other. An item is as long as it takes.
 Every program gets an interval of the tape, all of the same length
@@ -7,9 +7,9 @@ Every program gets an interval of the tape, all of the same length
     L = max(longest item, all items / programs)
 
 (McNaughton's wrap-around rule). So a border between two programs may lie inside of an item. The program before the
-border walks the first chunks of this item, and does so first of all. The program after the border walks the other
+border scans the first chunks of this item, and does so first of all. The program after the border scans the other
 chunks, last of all. In between the state is in memory, in float32, as in registers. So no bit depends on borders
-(hand_over.py). No item is longer than L. So the state is usually there in time. A kernel that walks from right to left
+(hand_over.py). No item is longer than L. So the state is usually there in time. A kernel that scans from right to left
 counts an item's chunks from the end.
 
 A program waits only for the first piece of the program before it. That piece waits for nobody. Programs take their
@@ -86,7 +86,7 @@ def new_tape(p: Problem, programs: int, pace: Pace, starts: int = 0) -> Tape:
 
 
 def new_loop_tape(p: Problem, chip: Chip, t: LoopTile) -> Tape | None:
-    """Memory for the tape of `run_loop`, or None if programs walk whole items."""
+    """Memory for the tape of `run_loop`, or None if programs scan whole items."""
     programs = count_programs(p, chip, t, p.N)
     return new_tape(p, programs, t.pace) if needs_tape(p, programs, t.pace) else None
 
@@ -113,19 +113,19 @@ def count_chunks(n, known, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def lay(
-    table, marks, numbers, cu_seqlens, walks, parts, N, T, HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    table, marks, numbers, cu_seqlens, prompts, parts, N, T, HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """``numbers``: those of NUMBERS. ``walks``: the sequences on a pool, or None. ``parts``: which parts of them
+    """``numbers``: those of NUMBERS. ``prompts``: the sequences on a pool, or None. ``parts``: which parts of them
     (prompt_list.py), or None. PROGRAMS: a power of two above the number of programs.
 
     If bounds are wrong, sequences may seem to have more tokens than there are. Those have no length here, so that
-    numbers stay below 2^31. The loop finds the chunks of a sequence by itself, and never walks more of them."""
+    numbers stay below 2^31. The loop finds the chunks of a sequence by itself, and never scans more of them."""
     programs, word, patience, chunk_ticks, item_ticks, cut_ticks = numbers
     count = N
-    if walks is not None:
+    if prompts is not None:
         tl.debug_barrier()  # the list is there
-        count = tl.load(walks)
+        count = tl.load(prompts)
     total, longest, shortest, found = N * 0, N * 0, N * 0 + 2**30, N * 0
     most = T // C + N if PACKED else N * ((T + C - 1) // C)
     for i in range(0, count, 128):
@@ -136,8 +136,8 @@ def lay(
             part = parts + 5 * n + 2
             chunks = tl.load(part + 1, mask=known, other=0) - tl.load(part, mask=known, other=0)
         else:
-            if walks is not None:
-                n = tl.load(walks + 3 * n + 1)
+            if prompts is not None:
+                n = tl.load(prompts + 3 * n + 1)
             chunks = count_chunks(n, known, cu_seqlens, N, T, C, PACKED)
         upto = found + tl.cumsum(chunks, 0)
         chunks = tl.minimum(upto, most) - tl.minimum(upto - chunks, most)

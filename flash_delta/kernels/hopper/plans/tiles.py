@@ -1,4 +1,4 @@
-"""The launch numbers of the loop and of the walk in segments.
+"""The launch numbers of the loop and of the scan in segments.
 
 A multiprocessor has 227 KB of shared memory. For each thread of a warp group it has 512 registers, which the program's
 warp groups share. Other tiles than these fail the compile gate or do not fit."""
@@ -20,7 +20,7 @@ class Pace(NamedTuple):
     item: int = 12  # besides its chunks
     cut: int = 28  # handing a state over
 
-    def walk(self, chunks: int) -> int:
+    def time(self, chunks: int) -> int:
         """The time of an item of so many chunks."""
         return self.item + chunks * self.chunk
 
@@ -74,12 +74,12 @@ def needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
     return min(ticks) < max(ticks) or rounds - rounds // 32 > share + pace.cut
 
 
-def walk_needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
-    """Whether programs share items in a walk that otherwise has a program for every item. Without the tape, a program
+def backward_needs_tape(p: Problem, programs: int, pace: Pace) -> bool:
+    """Whether programs share items in a scan that otherwise has a program for every item. Without the tape, a program
     starts when another one ends. So many unequal items are divided well, and the tape loses 3 % (nine items per
     program, on an H200)."""
     equal = not p.packed or (p.lengths is not None and len(set(p.lengths)) == 1)
-    return needs_tape(p, programs, pace) and (equal or WALKED_IN_TURNS * programs >= p.N * p.HV)
+    return needs_tape(p, programs, pace) and (equal or SCANNED_IN_TURNS * programs >= p.N * p.HV)
 
 
 def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool, starts: int) -> tuple[PoolLaunch, ...]:
@@ -92,17 +92,17 @@ def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool, starts: i
     return pool_launches(p, chip, fitting, lambda _: 2 * p.HV, starts)
 
 
-# The kernels of a walk in segments.
+# The kernels of a scan in segments.
 FACTOR, FACTOR_PROGRAMS = {"maxnreg": 128}, 4  # so many programs share a multiprocessor
 MEMBERS = 2  # most value heads per program of `factor_chunks`; they share k
 MAPS = {"NS": 4, "REGISTERS": 216}
 PADDING, PADDING_ROWS = triton.Tile(4, 1), 32  # rows of a program that copies heads to another width
 # By the width of heads.
-WALKS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
+SEGMENT_SCANS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 192}, 256: {"NS": 2, "REGISTERS": 256}}
 
 # With a decay per channel.
 PREPARES = 2  # programs per multiprocessor
-CHANNEL_WALK = {"NS": 3, "NV": 2, "NO": 2}
+CHANNEL_SCAN = {"NS": 3, "NV": 2, "NO": 2}
 CHANNEL_LOOP = {"NV": 3, "NX": 3, "NO": 2}
 
 
@@ -113,13 +113,16 @@ class ChannelTile(NamedTuple):
 
 
 CHANNEL_WHOLE, CHANNEL_HALF = ChannelTile(2, 128, 104), ChannelTile(1, 168, 136)
-CHANNEL_PACE, CHANNEL_HALF_PACE, CHANNEL_WALK_PACE = Pace(19, 14), Pace(16, 14), Pace(6)
+CHANNEL_PACE, CHANNEL_HALF_PACE, CHANNEL_SCAN_PACE = Pace(19, 14), Pace(16, 14), Pace(6)
 
-# The backward pass. RETRACE is `walk_segments` without outputs.
+# The backward pass. RETRACE is `scan_segments` without outputs.
 RETRACE = {"NS": 4, "REGISTERS": 216}
-WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # for each state group
-FINE_WALK_BACK = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 152}}  # where beta can pass 1
-RETRACE_PACE, WALK_BACK_PACE = {64: Pace(3), 128: Pace(6)}, {64: Pace(18, 16), 128: Pace(38, 16)}  # whole sequences
-WALKED_IN_TURNS = 4  # items per program
+SCAN_GRADIENTS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 144}}  # for each state group
+FINE_SCAN_GRADIENTS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 152}}  # where beta can pass 1
+RETRACE_PACE, SCAN_GRADIENTS_PACE = (
+    {64: Pace(3), 128: Pace(6)},
+    {64: Pace(18, 16), 128: Pace(38, 16)},
+)  # whole sequences
+SCANNED_IN_TURNS = 4  # items per program
 FIND_ENDS = {64: {"REGISTERS": 160}, 128: {"REGISTERS": 216}}  # the same kernel without its gradient role
 FINISH, SUM_HEADS = triton.Tile(4, 3), triton.Tile(8, 3)

@@ -1,14 +1,14 @@
-"""The walk of packed sequences whose lengths only the device knows: prompts on a pool, and inference without a pool.
+"""The scan of packed sequences whose lengths only the device knows: prompts on a pool, and inference without a pool.
 
 `rates` lists the sequences, and cuts long ones into parts (plans/prompt_list.py). Other kernels find the states that
-parts start from (scalar/segments/). The loop walks all that is listed."""
+parts start from (scalar/segments/). The loop scans all that is listed."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
 from flash_delta.kernels.hopper.plans.padding import padded
-from flash_delta.kernels.hopper.plans.prompt_list import new_walks
+from flash_delta.kernels.hopper.plans.prompt_list import new_prompt_list
 from flash_delta.kernels.hopper.plans.tape import Tape, new_pool_tape
 from flash_delta.kernels.hopper.scalar.forward.loop import run_pool_loops
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
@@ -21,17 +21,17 @@ from flash_delta.kernels.runtime.chip import Chip, chip_of
 from flash_delta.problem import Problem, Slots
 
 
-class ListedWalk(NamedTuple):
+class ListedScan(NamedTuple):
     """The tensors that the kernels pass to each other."""
 
     rates: Tensor
-    walks: Tensor  # the list
+    prompts: Tensor  # the list
     tape: Tape
     parts: Parts | None  # None if no sequence of such heads is cut
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        return self.rates, self.walks, *self.tape.memory, *(() if self.parts is None else self.parts.memory)
+        return self.rates, self.prompts, *self.tape.memory, *(() if self.parts is None else self.parts.memory)
 
 
 def lists(p: Problem) -> bool:
@@ -44,18 +44,18 @@ def lists(p: Problem) -> bool:
     return wide.K <= 128 and cut_prompts(wide, chip_of(p.device).processors) is not None
 
 
-def new_listed_walk(p: Problem, chip: Chip) -> ListedWalk:
+def new_listed_scan(p: Problem, chip: Chip) -> ListedScan:
     parts = new_parts(p, chip.processors)
     starts = 0 if parts is None else parts.starts
-    return ListedWalk(new_rates(p), new_walks(p, starts), new_pool_tape(p, chip, starts), parts)
+    return ListedScan(new_rates(p), new_prompt_list(p, starts), new_pool_tape(p, chip, starts), parts)
 
 
-def run_listed_walk(c: Call, o: Tensor, w: ListedWalk, slots: Slots, final: Tensor) -> None:
-    """Launches the walk. States are read from ``slots.state_pool`` and written to ``final`` (`run_pool_loops`)."""
+def run_listed_scan(c: Call, o: Tensor, w: ListedScan, slots: Slots, final: Tensor) -> None:
+    """Launches the scan. States are read from ``slots.state_pool`` and written to ``final`` (`run_pool_loops`)."""
     parts = w.parts
     if every(c) and parts is not None:  # the kernels for parts, too
         parts = new_parts(c.p._replace(N=1, T=1), c.shape.chip.processors, starts=1)
-    run_rates(c, o, w.rates, None, w.walks, slots, w.tape, parts)
+    run_rates(c, o, w.rates, None, w.prompts, slots, w.tape, parts)
     if parts is not None and parts.starts > 0:
-        run_find_starts(c, w.rates, w.walks, w.tape, parts, slots, final)
-    run_pool_loops(c, o, w.rates, w.walks, w.tape, parts, slots, final)
+        run_find_starts(c, w.rates, w.prompts, w.tape, parts, slots, final)
+    run_pool_loops(c, o, w.rates, w.prompts, w.tape, parts, slots, final)

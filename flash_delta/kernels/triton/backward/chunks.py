@@ -1,4 +1,4 @@
-"""Decides which kernels of the backward pass work on single chunks, before and after the walk of the states."""
+"""Decides which kernels of the backward pass work on single chunks, before and after the scan of the states."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from flash_delta.problem import Inputs
 
 
 class Chunks(NamedTuple):
-    """The kernels of a backward pass that work on one chunk at a time, before and after the states are walked."""
+    """The kernels of a backward pass that work on one chunk at a time, before and after the states are scanned."""
 
     name: str
     hands: tuple[type, ...]  # the groups of tensors that the kernels of ``find`` pass to each other
     prepare: Callable[[Call, tuple[Workspace, ...], bool], None]
-    """Computes again what the walks need. It gets the call, its memory, and whether nothing was saved."""
+    """Computes again what the scans need. It gets the call, its memory, and whether nothing was saved."""
     find: Callable[[Call, tuple[Workspace, ...], Inputs], None]
     """Gets the call, its memory, and where gradients go: of A_log and dt_bias as sums per chunk."""
 

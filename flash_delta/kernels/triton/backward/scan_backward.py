@@ -1,16 +1,16 @@
-"""Walks the state's gradient from chunk to chunk, right to left, as ``scan`` walks the state.
+"""Scans the state's gradient from chunk to chunk, right to left, as ``scan`` scans the state.
 
     dU~ = X dS1 + Y^T dO        dV = b . dU~
     dS0 = gamma dS1 + (scale e^G . q)^T dO - (e^H . p)^T dV
 
 With a decay per channel, where `scan` computes U itself, dU~ = A^T X + X with X = Kd dS1 + P^T dO, since A lacks its
-diagonal (solve.py). Then the kernel walks and writes dS divided by ``unit`` (arguments.py).
+diagonal (solve.py). Then the kernel scans and writes dS divided by ``unit`` (arguments.py).
 
 Writes dS1, the gradient of the state at every chunk's end, ``[slots, HV, V'', K']`` (workspace.py), dU~
 ``[slots, HV, C, V']`` and finally the gradient of the initial state. dS^T [BV, K] stays in registers. The grid is
 (V / BV, HV, N).
 
-RECOMPUTE: as many programs before these run `scan` again and write what was not saved. Neither walk needs the results
+RECOMPUTE: as many programs before these run `scan` again and write what was not saved. Neither scan needs the results
 of the other, and each mostly waits for its own products. So both together take little longer than one.
 
 In SEGMENTS (segments.py) the grid has slots of segments instead of N. A segment starts from ``dfinal[slot]``, the
@@ -58,8 +58,8 @@ def scan_backward(
     lead(OVERLAP)
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     if RECOMPUTE:
-        walks = tl.num_programs(2) // 2 if SEGMENTS else N
-        if z < walks:
+        scans = tl.num_programs(2) // 2 if SEGMENTS else N
+        if z < scans:
             scan(
                 q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U,
                 None, None, None, None, None, N, T, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
@@ -68,7 +68,7 @@ def scan_backward(
                 CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
             )  # fmt: skip
             return
-        z -= walks
+        z -= scans
     h = hv // (HV // H)
     n, row, start, stop, slot, number, last = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
@@ -162,21 +162,21 @@ def run_scan_backward(
     ends = (x.initial_state, dfinal, *r, *chain, dinitial)
     strides_of = (states(p, x.initial_state), states(p, dfinal), states(p, dinitial))
     for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.shape.chip, every(c)):
-        launch_walk(
+        launch_scan_backward(
             c, ch, s, f, do, ends, strides_of, t, p.N, 0, FINAL=dfinal is not None,
             INITIAL=x.initial_state is not None, RECOMPUTE=recompute, SEGMENTS=False, ENDS=False, follows=recompute,
         )  # fmt: skip
 
 
-def launch_walk(
+def launch_scan_backward(
     c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, ends: tuple[Tensor | None, ...],
-    strides_of: tuple[Any, ...], t: Tile, walks: int, length: int, *, follows: bool, **constants: bool,
+    strides_of: tuple[Any, ...], t: Tile, scans: int, length: int, *, follows: bool, **constants: bool,
 ) -> None:  # fmt: skip
     """``ends``: the tensors from ``initial_state`` to ``dinitial``. ``strides_of``: the strides of the first two and of
-    the last of these. ``walks``: the number of sequences, or of slots of segments."""
+    the last of these. ``scans``: the number of sequences, or of slots of segments."""
     p, x = c.p, c.x
     pointers = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, *ends)
-    grid = (-(-p.V // columns(p, t)), p.HV, walks * (1 + constants["RECOMPUTE"]))
+    grid = (-(-p.V // columns(p, t)), p.HV, scans * (1 + constants["RECOMPUTE"]))
     launch_rule(
         c, scan_backward, pointers, grid, t, p.N, p.T, length, state_unit(p), strides(x.q), strides(c.keys),
         strides(x.v), strides(do), *strides_of, **constants, **copies(c, t, x.v, do), follows=follows,

@@ -7,7 +7,7 @@ dS_start = Phi^T dS_end + D, with the Phi of the forward pass.
     computes the states that segments start from;
     `scan_backward` with ENDS computes D of all segments;
     `compose` computes the gradient that comes into every segment from the right;
-    `scan_backward` walks all segments.
+    `scan_backward` scans all segments.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.arguments import every, states
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
-from flash_delta.kernels.triton.backward.scan_backward import launch_walk
+from flash_delta.kernels.triton.backward.scan_backward import launch_scan_backward
 from flash_delta.kernels.triton.forward.segments import (
     SegmentedScan,
     by_value,
@@ -37,22 +37,22 @@ NOTHING = (None,) * 5  # tensors saved for chunks, and their gradients
 class SegmentedBack(NamedTuple):
     """How sequences are split, and the tensors that the kernels pass to each other."""
 
-    walk: SegmentedScan
+    scan: SegmentedScan
     D: Tensor  # [slots, HV, V, K] float32
     ends: Tensor  # [slots, HV, V, K] float32: the gradient that comes into a segment from the right
 
 
 def new_segmented_back(p: Problem, split: Segments | None) -> SegmentedBack | None:
     """Makes the memory of a backward pass in segments. None if sequences are not split."""
-    walk = new_segmented_scan(p, split)
-    if walk is None:
+    scan = new_segmented_scan(p, split)
+    if scan is None:
         return None
-    return SegmentedBack(walk, torch.empty_like(walk.starts), torch.empty_like(walk.starts))
+    return SegmentedBack(scan, torch.empty_like(scan.starts), torch.empty_like(scan.starts))
 
 
 def memory_of(w: SegmentedBack | None) -> tuple[Tensor, ...]:
     """Returns the memory of the segments in one tuple."""
-    return () if w is None else (w.walk.maps, w.walk.starts, w.D, w.ends)
+    return () if w is None else (w.scan.maps, w.scan.starts, w.D, w.ends)
 
 
 def run_segmented_back(
@@ -65,19 +65,19 @@ def run_segmented_back(
         w = new_segmented_back(c.p._replace(N=1, T=0), plan_back_endless(c.p, c.shape.chip))
     if w is None:
         return
-    run_maps(c, ch, s, f, w.walk, follows=recompute)  # without recompute it is the first kernel of the call
+    run_maps(c, ch, s, f, w.scan, follows=recompute)  # without recompute it is the first kernel of the call
     if recompute:
-        run_compose(c, w.walk)
+        run_compose(c, w.scan)
     run_ends(c, ch, s, f, do, dfinal, w)
-    compose_states(c, w.walk, w.D, w.ends, dfinal, back=True)
+    compose_states(c, w.scan, w.D, w.ends, dfinal, back=True)
     run_segments_back(c, ch, s, f, r, do, chain, dinitial, w, recompute=recompute)
 
 
 def run_ends(c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, dfinal: Tensor | None, w: SegmentedBack) -> None:
-    p, length = c.p, w.walk.split.length
+    p, length = c.p, w.scan.split.length
     ends, own = (None, dfinal, *NOTHING, w.D), (states(p, None), states(p, dfinal), by_value(w.D))
     for t in back_tiles(p, c.shape.chip, length, every(c), recompute=False):
-        launch_walk(
+        launch_scan_backward(
             c, ch, s, f, do, ends, own, t, count_slots(p, length), length, FINAL=dfinal is not None, INITIAL=False,
             RECOMPUTE=False, SEGMENTS=True, ENDS=True, follows=True,
         )  # fmt: skip
@@ -87,11 +87,11 @@ def run_segments_back(
     c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, chain: Chain, dinitial: Tensor | None,
     w: SegmentedBack, *, recompute: bool,
 ) -> None:  # fmt: skip
-    p, length = c.p, w.walk.split.length
-    ends = (w.walk.starts, w.ends, *r, *chain, dinitial)
-    own = (by_value(w.walk.starts), by_value(w.ends), states(p, dinitial))
+    p, length = c.p, w.scan.split.length
+    ends = (w.scan.starts, w.ends, *r, *chain, dinitial)
+    own = (by_value(w.scan.starts), by_value(w.ends), states(p, dinitial))
     for t in back_tiles(p, c.shape.chip, length, every(c), recompute=recompute):
-        launch_walk(
+        launch_scan_backward(
             c, ch, s, f, do, ends, own, t, count_slots(p, length), length, FINAL=False, INITIAL=dinitial is not None,
             RECOMPUTE=recompute, SEGMENTS=True, ENDS=False, follows=True,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
     z[t, d] = bias[d] + sum_w weight[d, w] x[t - (W-1) + w, d]        y = z or silu(z)
 
-A program walks through BT tokens of BD channels and keeps the last inputs in registers, so each token is read once. It
+A program scans through BT tokens of BD channels and keeps the last inputs in registers, so each token is read once. It
 loads groups of G tokens, before the group's stores. A compiler does not move a load before a store, which might write
 the loaded address. Programs find their tokens as those of chunks do (chunk.find_slot), so each has one sequence only.
 
@@ -10,7 +10,7 @@ The backward pass computes z again, and
 
     dz = dy or dy silu'(z)      dx[t] = sum_w weight[w] dz[t + (W-1) - w]      dweight[w] = sum_t dz[t] x[t - (W-1) + w]
 
-The walk continues for W - 1 tokens after its own tokens, since their dz contribute. dx of a token is complete W - 1
+The scan continues for W - 1 tokens after its own tokens, since their dz contribute. dx of a token is complete W - 1
 tokens later. Before a sequence's first token, dx is the gradient of its initial state. ``total`` (norm.py) sums the
 programs' parts of dweight and dbias, always in the same order.
 """
@@ -290,14 +290,14 @@ def choose_cut(kernel: str, chip: Chip, W: int, D: int, dtype: torch.dtype) -> C
 
 
 def cut_of(kernel: str, c: Call) -> Cut:
-    """The cut for a call. A program walks through its tokens one after the other. So if there are few tokens and
+    """The cut for a call. A program scans through its tokens one after the other. So if there are few tokens and
     channels, a program gets fewer tokens, until there are enough programs for all multiprocessors. On an H200 the
     backward pass of 1,024 tokens of 2,048 channels then takes 11 us instead of 31. BT is an argument of the
     two kernels, so a new number compiles nothing."""
     p, chip = c.p, c.shape.chip
     w = choose_cut(kernel, chip, p.W, p.D, c.x[0].dtype)
-    BT, walked = w.BT, p.B * p.T * -(-p.D // w.BD)  # the tokens of all programs
-    while BT > FEWEST and walked < PROGRAMS * chip.processors * BT:
+    BT, scanned = w.BT, p.B * p.T * -(-p.D // w.BD)  # the tokens of all programs
+    while BT > FEWEST and scanned < PROGRAMS * chip.processors * BT:
         BT //= 2
     return w._replace(BT=BT)
 

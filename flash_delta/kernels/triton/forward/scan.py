@@ -1,4 +1,4 @@
-"""Stages ``scan`` and ``output``: the state walks from chunk to chunk.
+"""Stages ``scan`` and ``output``: the state scans from chunk to chunk.
 
     R = v - e^H . (p S0)      S1 = gamma S0 + X^T (b . R)      O = scale e^G . (q S0) + Y (b . R)
 
@@ -9,20 +9,20 @@ With a decay per channel (CHANNEL) U = A (b . R) + b . R, as A lacks its diagona
 `factor`'s X and Y would save one small product of five, and add 56 KB of memory traffic per chunk and head. The state
 is kept transposed, S^T [BV, K], in float32 accumulators, which the next product reads from registers. So are R and O,
 [BV, C]. Gates and norms (``rates``, see factor.py) are applied to accumulators. So q and p are multiplied as given, and
-Qg and Kg lack only norms and the scale. One program walks a sequence with BV columns of one value head's state: grid
+Qg and Kg lack only norms and the scale. One program scans a sequence with BV columns of one value head's state: grid
 (V / BV, HV, N), and with packed sequences one more, which writes zeros after the last sequence.
 
 On a pool of states (POOL) sequences start from slots, end in slots, and leave checkpoints in slots. Checkpoints are at
 a stride, or one for each sequence, which serving/offsets.py completes up to its offset. An index that names no slot is
 never used as an address. If a sequence lacks a slot that it needs, it is padding, and its outputs are zeros. With SHORT
-only longer sequences are walked: program z walks the one with z such sequences before it. Only the device knows how
+only longer sequences are scanned: program z scans the one with z such sequences before it. Only the device knows how
 many there are. A launch is for ``least`` to ``most`` of them. With fewer or more its programs exit at once. A launch
-for ``others`` also serves more than ``most``. Its programs then walk several sequences, one after the other.
+for ``others`` also serves more than ``most``. Its programs then scan several sequences, one after the other.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V'', K']`` (workspace.py), and R
 and U, each ``[slots, HV, C, V']``. Without OUTPUT it is then a part of `scan_backward`.
 
-A long sequence may be walked in SEGMENTS of ``length`` tokens at the same time (segments.py). The grid is (V / BV, HV,
+A long sequence may be scanned in SEGMENTS of ``length`` tokens at the same time (segments.py). The grid is (V / BV, HV,
 slots of segments). Each segment starts from the state in ``initial_state[slot]``, which `compose` has written. Before
 that, a launch with MAP computes every segment's map of the state, S_end = Phi S + B. Its grid is ((V + K) / BV, ...).
 The columns of Phi are those of a state that starts as the identity and gets no values.
@@ -59,7 +59,7 @@ from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
 from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
-from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, walked, walks
+from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, scan_launches, scan_operands
 from flash_delta.kernels.triton.serving.decode import find_state, load_slot
 from flash_delta.problem import Slots
 
@@ -167,7 +167,7 @@ def find_long(rank, cu_seqlens, N, T, SHORT: tl.constexpr):
 
 @triton.jit
 def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The segment or the sequence that program z walks, in the form of `find_segment`."""
+    """The segment or the sequence that program z scans, in the form of `find_segment`."""
     if SEGMENTS:
         return find_segment(z, length, cu_seqlens, N, T, C, PACKED)
     else:
@@ -176,14 +176,14 @@ def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constex
 
 
 @triton.jit
-def walk(
+def scan_sequence(
     z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
     initial_strides, final_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr,
     INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walks tokens ``start`` to ``stop`` of sequence n, or of segment z in it. Their chunks begin in ``slot``."""
+    """Scans tokens ``start`` to ``stop`` of sequence n, or of segment z in it. Their chunks begin in ``slot``."""
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
     read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets = indices
     N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column = numbers
@@ -349,14 +349,14 @@ def scan(
             for rank in range(z, count, turns):
                 n, _ = find_long(rank, cu_seqlens, N, T, SHORT)
                 start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
-                walk(
+                scan_sequence(
                     z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
                     v_strides, initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
                     SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
                 )  # fmt: skip
         elif z < count:  # outside of the loop, where it would spill and take 8 % longer (docs/notes)
             start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
-            walk(
+            scan_sequence(
                 z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
                 v_strides, initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
                 SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
@@ -366,7 +366,7 @@ def scan(
         if PACKED and OUTPUT and n == N:
             store_zeros(rows_of(o, o_strides, row, hv), o_strides, start, stop, w, V, C, BV)
             return
-        walk(
+        scan_sequence(
             z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
             initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL, SEGMENTS,
             OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
@@ -386,8 +386,8 @@ def run_scan(
         indices += (slots.checkpoint_offsets,)
         counts = (len(final), p.null_slot, count_checkpoints(slots), min(p.checkpoint_every, p.T + C) // C)
 
-    pointers = (*walked(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices)
-    for w in walks(kernel, p, c.shape.chip, every(c), *choice):
+    pointers = (*scan_operands(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices)
+    for w in scan_launches(kernel, p, c.shape.chip, every(c), *choice):
         t = w.tile
         launch_rule(
             c, scan, pointers, scan_grid(p, w), t,

@@ -1,4 +1,4 @@
-"""Decides which launches of `scan` walk the sequences of a call."""
+"""Decides which launches of `scan` scan the sequences of a call."""
 
 from collections.abc import Iterable
 from math import prod
@@ -18,14 +18,14 @@ WAVES = 4  # most waves of programs if there are several tiles, since programs t
 
 
 def crowded(p: Problem) -> str | None:
-    """Why the grids of a walk have no room for all heads or sequences; None if they have. Backward they have two
+    """Why the grids of a scan have no room for all heads or sequences; None if they have. Backward they have two
     programs for each sequence, and forward one more for the tokens after the last sequence. A prefill may have any
     number of sequences, since a program can take several of them."""
     if p.HV > MOST_PROGRAMS:
-        return f"it walks up to {MOST_PROGRAMS:,} heads side by side, there are {p.HV:,}"
+        return f"it scans up to {MOST_PROGRAMS:,} heads side by side, there are {p.HV:,}"
     most, when = (MOST_PROGRAMS // 2, "with gradients ") if p.needs_grad else (MOST_PROGRAMS - 1, "")
     if most < p.N and (p.pool is None or p.batch_invariant):
-        return f"{when}it walks up to {most:,} sequences side by side, there are {p.N:,}"
+        return f"{when}it scans up to {most:,} sequences side by side, there are {p.N:,}"
     return None
 
 
@@ -47,7 +47,7 @@ def pool_scans(p: Problem, chip: Chip, every: bool) -> tuple[PoolLaunch, ...]:
     return (*launches, last._replace(sequences=max(1, sequences), most=sequences, others=True))
 
 
-def walks(kernel: str, p: Problem, chip: Chip, every: bool, *choice: Tile) -> tuple[PoolLaunch, ...]:
+def scan_launches(kernel: str, p: Problem, chip: Chip, every: bool, *choice: Tile) -> tuple[PoolLaunch, ...]:
     """The launches of a scan. On a pool they are for as many long sequences as there may be."""
     if short(p) and not choice:
         return pool_scans(p, chip, every)
@@ -61,7 +61,7 @@ def scan_grid(p: Problem, w: PoolLaunch) -> tuple[int, int, int]:
 def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
     """The bytes for descriptors of `run_scan` in a call without gradients: 128 for each descriptor of a program."""
     channel, most = p.gate == "channel", 0
-    for w in walks("scan", p, chip, every=False):
+    for w in scan_launches("scan", p, chip, every=False):
         if w.tile.tma and wide((x.v, *outside(p, x))):
             # X, Y, A for U; v, o; the tensors that read and erase. With AHEAD the kernel loads Y into registers.
             given, keys = fits_tma(p, x.v, *outside(p, x)), 1 + (p.erase is not None)
@@ -86,7 +86,7 @@ def wide(given: Iterable[Tensor]) -> bool:
     return all(unit(t) >= 4 for t in given)
 
 
-def walked(c: Call, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:
+def scan_operands(c: Call, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:
     """The tensors that a scan reads for every chunk."""
     return (*readers(c, ch), c.x.v, c.x.cu_seqlens, s.A, *maps(ch, f), ch.gamma)
 

@@ -1,11 +1,11 @@
-"""Walks a long sequence on few heads in segments, all at the same time.
+"""Scans a long sequence on few heads in segments, all at the same time.
 
 A run of chunks maps the state that it starts from exactly: S_end = Phi S + B. If a sequence's programs would leave most
 of a chip idle, the sequence is cut into segments of equal length, which tiles.plan_segments decides:
 
     `scan` without output computes (Phi, B) of all segments except the last; the first B is from the initial state;
     `compose` computes the state that every segment starts from, one after the other;
-    `scan` walks all segments.
+    `scan` scans all segments.
 
 (Phi, B), the first states and the products of `compose` are float32. Nothing is left out because of its decay: Phi is
 multiplied even where it is nearly 0. Segments start at multiples of their length from a sequence's start. A program
@@ -28,7 +28,7 @@ from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, precision
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
 from flash_delta.kernels.triton.forward.scan import load_state, scan, store_state
-from flash_delta.kernels.triton.forward.scan_launches import copies, walked
+from flash_delta.kernels.triton.forward.scan_launches import copies, scan_operands
 from flash_delta.kernels.triton.tiles import Segments, plan_endless, segment_tiles
 from flash_delta.problem import Problem
 
@@ -114,7 +114,7 @@ def run_segmented_scan(
 
 def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: SegmentedScan, *, follows: bool = True) -> None:
     initial = c.x.initial_state
-    pointers = (*walked(c, ch, s, f), initial, None, w.maps, *NOTHING)
+    pointers = (*scan_operands(c, ch, s, f), initial, None, w.maps, *NOTHING)
     _run_scan(c, w, pointers, w.split.maps, initial, by_value(w.maps), output=False, follows=follows)
 
 
@@ -135,7 +135,7 @@ def compose_states(
 
 
 def run_segments(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan) -> None:
-    pointers = (*walked(c, ch, s, f), w.starts, o, final, *NOTHING)
+    pointers = (*scan_operands(c, ch, s, f), w.starts, o, final, *NOTHING)
     for t in segment_tiles(c.p, c.shape.chip) if every(c) else (w.split.scan,):
         _run_scan(c, w, pointers, t, None, states(c.p, final), output=True, follows=True)
 

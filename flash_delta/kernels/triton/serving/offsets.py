@@ -1,12 +1,12 @@
 """Checkpoints of a prefill at offsets, one for every sequence.
 
-The kernel that walks a sequence in chunks leaves its state after the last whole chunk before the offset, or at the end
+The kernel that scans a sequence in chunks leaves its state after the last whole chunk before the offset, or at the end
 of the sequence if the offset is there. From this state, the tokens up to the offset, at most 63, run here one by one,
 with float32 states between tokens, as `decode` runs a short sequence. No output depends on it.
 
 There are two launches, which find their sequences by themselves. One comes before all other kernels of the call. It
 continues first states of sequences, which the other kernels may overwrite. The other launch comes after all kernels. It
-continues the state in the checkpoint's slot. This is the state that the walk has left, or a sequence's first state if
+continues the state in the checkpoint's slot. This is the state that the scan has left, or a sequence's first state if
 that is in this slot. Neither launch overlaps with another kernel.
 
 One program has BV value columns of one value head of one sequence: grid (N HV V / BV).
@@ -34,7 +34,7 @@ INDICES = [  # see decode.py
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
-def walk_to_offset(
+def scan_to_offset(
     k, v, g, beta, A_log, dt_bias, pool, read_indices, write_indices, has_initial_state, checkpoint_indices,
     checkpoint_offsets, cu_seqlens,
     N, T, slots, null_slot, lower_bound, beta_range, slot_stride, k_token, v_token, g_token, beta_token, read_row,
@@ -51,9 +51,9 @@ def walk_to_offset(
     h, c, d = hv // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     offset, wanted = find_offset(checkpoint_offsets, n, offset_row, stop - start)
-    walked = (start + offset == stop) & (stop - start > SHORT)  # walked to its end, so nothing is left
+    finished = (start + offset == stop) & (stop - start > SHORT)  # scanned to its end, so nothing is left
     begin = offset // C * C
-    if (wanted == 0) | walked:
+    if (wanted == 0) | finished:
         return
     read, stored, _, well = load_slots(
         read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots
@@ -86,7 +86,7 @@ def walk_to_offset(
     tl.store(state_at(tile, slot, slot_stride), S.to(pool.dtype.element_ty), mask=inside)
 
 
-def run_walk_to_offset(c: Call, s: Slots, *, before: bool) -> None:
+def run_scan_to_offset(c: Call, s: Slots, *, before: bool) -> None:
     """Launches it before the other kernels of a call, or after them. The tiles are those of `decode`, since the sums
     are the same."""
     p, x = c.p, c.x
@@ -96,7 +96,7 @@ def run_walk_to_offset(c: Call, s: Slots, *, before: bool) -> None:
     slot, *inner = states(p, s.state_pool)
     for t in decode_tiles(p, c.shape.chip, every(c)):
         launch_rule(
-            c, walk_to_offset, pointers, (p.N * p.HV * -(-p.V // columns(p, t)), 1, 1), t,
+            c, scan_to_offset, pointers, (p.N * p.HV * -(-p.V // columns(p, t)), 1, 1), t,
             p.N, p.T, len(s.state_pool), p.null_slot, p.lower_bound or 0.0, p.beta_range, slot,
             *(token for (_, token), _ in per_token), *(table(t)[0] for t in indices),
             *(strides for _, strides in per_token), STRIDES=tuple(inner), BEFORE=before, contracts=False,

@@ -1,7 +1,7 @@
 """Convolution and norm around the rule for prompts on a pool: one launch before the rule, and one after it.
 
 `convolve_prompts` applies a short convolution and its SiLU (elementwise/convolution.py) to q, k and v of all tokens. It
-writes the results, in their dtype, to memory of the call. A program walks through BT tokens of BD channels of q, of k
+writes the results, in their dtype, to memory of the call. A program scans through BT tokens of BD channels of q, of k
 or of v. Inputs before a sequence's first token are those of its window, in the slot that the sequence reads.
 
 `finish_prompts` applies the gated norm to o in place. A program has ROWS rows of V values. Other programs of it write

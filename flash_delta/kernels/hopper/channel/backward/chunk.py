@@ -61,7 +61,7 @@ def gates_of(sg, I: gl.constexpr, left, gate, RAW_GATE: gl.constexpr, BOUNDED: g
 
 @gluon.jit
 def decayed_keys(sk, sg, W, shift, parking, lines, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
-    """Walks the blocks from right to left. Returns for every block:
+    """Scans the blocks from right to left. Returns for every block:
 
     * the sums of gates after its first token (for the first blocks they are parked)
     * the keys, decayed to the end of the block

@@ -1,13 +1,13 @@
-"""What is left to do after `walk_back`. `sum_heads` sums the gradients dq and dk of a key head over its value heads,
-and takes them back through norms: grid (slots, H, 2). `finish` makes the gradients of gates and b from the lines that
-`walk_back` has written: grid (slots, HV). They are two kernels because `finish` needs few registers, and `sum_heads`
-many.
+"""What is left to do after `scan_gradients`. `sum_heads` sums the gradients dq and dk of a key head over its value
+heads, and takes them back through norms: grid (slots, H, 2). `finish` makes the gradients of gates and b from the lines
+that `scan_gradients` has written: grid (slots, HV). They are two kernels because `finish` needs few registers, and
+`sum_heads` many.
 
     dg_t = sum over j < t <= i of X_ij + sum over i >= t of reads_i + sum over i < t of writes_i + gamma <S0, dS1>
     db_i = <dV_i, U_i> / b_i^2, minus (sum over j < i of L_ij <dV_i, U_j>) / b_i if |b_i| < TINY
 
 X_ij is what the pair of tokens (i, j) adds to the gradient of every gate between them. Chunks after the last sequence
-get zeros, also in dv. In other chunks `walk_back` has written dv.
+get zeros, also in dv. In other chunks `scan_gradients` has written dv.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""The role of `walk_back` that computes the gradients of queries, keys and gates (see walk.py)."""
+"""The role of `scan_gradients` that computes the gradients of queries, keys and gates (see scan.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.hopper.plans.tape import Tape, new_tape
-from flash_delta.kernels.hopper.plans.tiles import RETRACE_PACE, WALK_BACK_PACE, Pace, walk_needs_tape
+from flash_delta.kernels.hopper.plans.tiles import RETRACE_PACE, SCAN_GRADIENTS_PACE, Pace, backward_needs_tape
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.problem import Problem
@@ -37,7 +37,7 @@ class Gates(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What `walk_back` leaves for `sum_heads` and `finish`."""
+    """What `scan_gradients` leaves for `sum_heads` and `finish`."""
 
     dq: Tensor  # [B, T, HV, K]: of every value head, and not yet taken back through a norm
     dk: Tensor  # [B, T, HV, K]
@@ -45,10 +45,10 @@ class Parts(NamedTuple):
 
 
 class Tapes(NamedTuple):
-    """The tapes on which whole sequences are walked. None: programs walk whole items."""
+    """The tapes on which whole sequences are scanned. None: programs scan whole items."""
 
     trace: Tape | None  # of `run_retrace`; None also if the forward pass has left its results
-    gradients: Tape | None  # of `run_walk_back`, on which every item begins with its last chunk
+    gradients: Tape | None  # of `run_scan_gradients`, on which every item begins with its last chunk
 
 
 class Ends(NamedTuple):
@@ -74,9 +74,9 @@ def new_tapes(p: Problem, chip: Chip) -> Tapes:
 
     def tape(pace: Pace) -> Tape | None:
         programs = min(p.N * p.HV, chip.processors)
-        return new_tape(p, programs, pace) if walk_needs_tape(p, programs, pace) else None
+        return new_tape(p, programs, pace) if backward_needs_tape(p, programs, pace) else None
 
-    return Tapes(None if p.disable_recompute else tape(RETRACE_PACE[p.K]), tape(WALK_BACK_PACE[p.K]))
+    return Tapes(None if p.disable_recompute else tape(RETRACE_PACE[p.K]), tape(SCAN_GRADIENTS_PACE[p.K]))
 
 
 def new_ends(p: Problem, length: int | None) -> Ends:

@@ -29,17 +29,17 @@ from flash_delta.kernels.hopper.scalar.backward.memory import (
     new_parts,
     new_tapes,
 )
-from flash_delta.kernels.hopper.scalar.backward.walk import run_find_ends, run_walk_back
+from flash_delta.kernels.hopper.scalar.backward.scan_gradients import run_find_ends, run_scan_gradients
 from flash_delta.kernels.hopper.scalar.forward.rates import run_rates_back
 from flash_delta.kernels.hopper.scalar.segments.maps import run_compose_back, run_compose_maps, run_find_maps
-from flash_delta.kernels.hopper.scalar.segments.memory import Walk, maps_in, new_walk
+from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan, maps_in, new_segmented_scan
 from flash_delta.kernels.hopper.scalar.segments.scan import run_retrace
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.compile_key import laid_out
 from flash_delta.kernels.runtime.launch import Kernels, remember, run
-from flash_delta.kernels.runtime.workspace import Trace, Walked, Workspace
+from flash_delta.kernels.runtime.workspace import ForBackward, Trace, Workspace
 from flash_delta.kernels.triton.backend import with_contiguous_vectors
 from flash_delta.kernels.triton.backward.results import new_gradients, summing
 from flash_delta.problem import Inputs, KnownCall, Problem
@@ -66,7 +66,7 @@ def unsupported(p: Problem) -> str | None:
 
 def for_backward(p: Problem, buffer: Tensor | None = None) -> Workspace:
     """What the forward pass saves for this backward pass. With ``disable_recompute`` also states and U of chunks."""
-    return Workspace(p, Walked, *((Trace,) if p.disable_recompute else ()), buffer=buffer)
+    return Workspace(p, ForBackward, *((Trace,) if p.disable_recompute else ()), buffer=buffer)
 
 
 def run_backward(
@@ -115,36 +115,40 @@ def prepare_back(
     p, copies = padded(given), new_padded(given, x, *outer)
     d = found if copies is None else gradients_in(copies, found)
     forward, maps = for_backward(p, saved[0]), saved[1:]
-    walked, *kept = forward.views()
+    saved, *kept = forward.views()
     gates, parts, between = new_gates(p), new_parts(p), new_ends(p, length)
     anew = () if kept else (Workspace(p, Trace),)
     (trace,) = kept or anew[0].views()
-    walk = Walk(length, walked.A, None, *maps_in(p, length, *maps)) if maps else new_walk(p, length, walked.A)
+    segmented = (
+        SegmentedScan(length, saved.A, None, *maps_in(p, length, *maps))
+        if maps
+        else new_segmented_scan(p, length, saved.A)
+    )
 
     def kernels(c: Call) -> None:
         wide = run_widen(c, copies)
         do, dfinal = wide.more
-        forms = [(walk, between, tapes)]
+        forms = [(segmented, between, tapes)]
         if every(c):  # whole sequences, also on tapes, and segments
             one = p._replace(N=1, T=1)
             every_tape = Tapes(*(new_tape(one, 1, Pace(1)) for _ in tapes))
             each = (None, NO_TAPES), (None, every_tape), (C, NO_TAPES)
-            forms = [(new_walk(one, n, walked.A), new_ends(one, n), of_form) for n, of_form in each]
+            forms = [(new_segmented_scan(one, n, saved.A), new_ends(one, n), of_form) for n, of_form in each]
         for form in forms:
             memory = gates, *form, trace, parts
             left = Left(trace=bool(kept), maps=bool(maps) and not every(c))
-            run_kernels(wide, walked.norms, memory, left, do, dfinal, d)
+            run_kernels(wide, saved.norms, memory, left, do, dfinal, d)
         run_narrow(c, *(Found((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
 
     made = () if copies is None else (*copies, d.q, d.k, d.v, d.initial_state)
     made += tuple(t for tape in tapes if tape is not None for t in tape.memory)
-    spare = *gates, *parts, *(() if maps else walk[2:]), *between, *(t.buffer for t in anew), *made
+    spare = *gates, *parts, *(() if maps else segmented[2:]), *between, *(t.buffer for t in anew), *made
     return kernels, spare
 
 
 def run_kernels(
-    c: Call, norms: Tensor | None, memory: tuple[Gates, Walk, Ends, Tapes, Trace, Parts], left: Left, do: Tensor,
-    dfinal: Tensor | None, d: Inputs,
+    c: Call, norms: Tensor | None, memory: tuple[Gates, SegmentedScan, Ends, Tapes, Trace, Parts], left: Left,
+    do: Tensor, dfinal: Tensor | None, d: Inputs,
 ) -> None:  # fmt: skip
     """Launches all kernels, except those whose results the forward pass has left."""
     gates, w, between, tapes, trace, parts = memory
@@ -162,5 +166,5 @@ def run_kernels(
     if split:
         run_find_ends(c, rates, w, do, dfinal, between.D)
         run_compose_back(c, w, between.D, between.ends, dfinal)
-    run_walk_back(c, rates, w, trace, do, dfinal, between.ends, parts, d, tapes.gradients)
+    run_scan_gradients(c, rates, w, trace, do, dfinal, between.ends, parts, d, tapes.gradients)
     run_finish(c, gates, norms, parts, d)

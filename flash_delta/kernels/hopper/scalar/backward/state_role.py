@@ -1,4 +1,4 @@
-"""The role of `walk_back` that carries the gradient of the state, right to left (see walk.py)."""
+"""The role of `scan_gradients` that carries the gradient of the state, right to left (see scan.py)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

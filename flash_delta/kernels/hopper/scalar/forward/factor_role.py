@@ -67,7 +67,7 @@ def factor_role(
             mbarrier.arrive(xfull.index(x), count=1)
             if a_desc is not None:
                 barrier()  # all warps of this factor group: A is whole in shared memory
-                if w == 0:  # two programs may walk the same state, and one of them writes
+                if w == 0:  # two programs may scan the same state, and one of them writes
                     slot = first_slot(n, start, work[1], PACKED) + first_token // C + c
                     store_inverse(a_desc, slot * HV + hv, A, fine)
             # Starts the scores of this group's next chunk. After the last chunk they come from old tiles, unused.

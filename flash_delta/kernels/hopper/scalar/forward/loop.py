@@ -1,4 +1,4 @@
-"""The forward pass for Hopper in one kernel. A program walks one state after the other, with a role per warp group.
+"""The forward pass for Hopper in one kernel. A program scans one state after the other, with a role per warp group.
 
     load     loads q, k and rates of a chunk into a ring of NS slots, and v into a ring of NV: one warp each
     rate     makes the rates instead, without a pool, norms and raw gates, if nothing is saved: one warp
@@ -208,7 +208,7 @@ NUMBERS = ["items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "grou
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def forward_loop(
     q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, u_desc, initial, final, handed, tape, cu_seqlens,
-    walks, parts, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row,
+    prompts, parts, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row,
     checkpoint_column, q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides,
     beta_strides, scale,
     HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
@@ -216,7 +216,7 @@ def forward_loop(
     FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``walks`` and ``parts``
+    """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``prompts`` and ``parts``
     (prompt_list.py) the device counts the sequences or their parts, and this launch works only if there are ``least``
     to ``most`` of them.
     K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
@@ -244,9 +244,9 @@ def forward_loop(
         sbar = barriers(NO, 1)
         made += (sbar,)
     saved, pool, kept = (s_desc, u_desc), None, None
-    if walks is not None:
+    if prompts is not None:
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
-        pool = (walks, least, most)
+        pool = (prompts, least, most)
         if parts is not None:
             pool += (parts,)
     if checkpoints is not None:
@@ -295,7 +295,7 @@ def forward_loop(
 
 
 def run_pool_loops(
-    c: Call, o: Tensor, rates: Tensor, walks: Tensor, tape: Tape, parts: Parts | None, slots: Slots, final: Tensor,
+    c: Call, o: Tensor, rates: Tensor, prompts: Tensor, tape: Tape, parts: Parts | None, slots: Slots, final: Tensor,
     *choice: LoopTile,
 ) -> None:  # fmt: skip
     """Launches the loop for sequences that the device lists, once for every tile that their number may select. States
@@ -308,7 +308,7 @@ def run_pool_loops(
     kept = checkpoints.NONE if p.pool is None else checkpoint_arguments(p, slots)
     taped = [(launch, None if launch.tile == NARROW else tape) for launch in launches]
     handed = None if parts is None else rows(tape.handed)
-    _run(c, o, rates, taped, (*(None,) * 3, *ends), (walks, listed, *kept), initial=True, handed=handed)
+    _run(c, o, rates, taped, (*(None,) * 3, *ends), (prompts, listed, *kept), initial=True, handed=handed)
 
 
 def run_loop(
@@ -316,7 +316,7 @@ def run_loop(
     trace: Trace | None = None, tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """Launches the loop with each of the ``tiles``. There is at most one program per multiprocessor and block of value
-    columns. A program walks several states. Without ``rates`` the loop makes them. ``A`` and ``trace`` are written for
+    columns. A program scans several states. Without ``rates`` the loop makes them. ``A`` and ``trace`` are written for
     the backward pass. The ``tape`` is laid first."""
     p, initial = c.p, c.x.initial_state
     launches = [PoolLaunch(t, p.N) for t in tiles]
@@ -333,7 +333,7 @@ def _run(
     on_pool: tuple, *, initial: bool, handed: Descriptor | None = None,
 ) -> None:  # fmt: skip
     """``launches``: each with its tape. ``stored``: descriptors of A, of what is saved of chunks, and of the first and
-    final states. ``on_pool``: the arguments for a pool: ``walks``, ``parts``, ``checkpoints``, ``offsets``, and six
+    final states. ``on_pool``: the arguments for a pool: ``prompts``, ``parts``, ``checkpoints``, ``offsets``, and six
     numbers from ``slots`` on. ``handed``: of the states that parts start from, if there are parts."""
     p, x, plans = c.p, c.x, []
     q, k, box, lines_of = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)

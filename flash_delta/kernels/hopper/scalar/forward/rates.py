@@ -25,7 +25,7 @@ That pass runs this kernel again (BACK). Rates take a quarter of the memory of A
 again. Then row 2 is r_k / (scale r_q). The kernel reads ``norms``, of which the forward pass has left two vectors per
 key head. With a raw gate it writes the log decays to ``decays``.
 
-On a pool (``walks``) the first program lists the sequences that the loop walks, in parts if they are long
+On a pool (``prompts``) the first program lists the sequences that the loop scans, in parts if they are long
 (prompt_list.py), and lays the tape (tape.py). The kernel writes zeros to o of padding, and nothing for sequences that
 `decode` runs.
 
@@ -40,7 +40,7 @@ from torch import Tensor
 from flash_delta.kernels.device.activation import strength
 from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
 from flash_delta.kernels.device.gates import BITS, LEAST_DECAY, head_log_decay, head_parameters
-from flash_delta.kernels.hopper.plans.prompt_list import find_slots, is_short, list_walks
+from flash_delta.kernels.hopper.plans.prompt_list import find_slots, is_short, write_prompt_list
 from flash_delta.kernels.hopper.plans.tape import NUMBERS as OF_TAPE
 from flash_delta.kernels.hopper.plans.tape import Tape, lay, most_programs
 from flash_delta.kernels.hopper.plans.tiles import RATES, RATES_OF_ROWS
@@ -48,7 +48,7 @@ from flash_delta.kernels.hopper.scalar.segments.memory import Parts
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, table, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import next_power_of_2
-from flash_delta.kernels.runtime.workspace import Walked
+from flash_delta.kernels.runtime.workspace import ForBackward
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
@@ -60,7 +60,7 @@ INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decod
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def rates(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, decays, walks, read_indices, write_indices,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, decays, prompts, read_indices, write_indices,
     has_initial_state, table, marks, parts, programs, word, patience, chunk_ticks, item_ticks, cut_ticks, cut, room,
     N, T, slots, null_slot, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides, g_batch, g_strides,
     beta_batch, beta_strides,
@@ -73,15 +73,15 @@ def rates(
     slot, first = tl.program_id(0), tl.program_id(1) * HEADS
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
     slots = (slots, null_slot)
-    if walks is not None and slot + first == 0:
-        list_walks(walks, parts, tables, cu_seqlens, N, T, slots, cut + (room, programs), HV, C, SHORT)  # noqa: RUF005 (Triton has no starred tuples)
+    if prompts is not None and slot + first == 0:
+        write_prompt_list(prompts, parts, tables, cu_seqlens, N, T, slots, cut + (room, programs), HV, C, SHORT)  # noqa: RUF005 (Triton has no starred tuples)
         numbers = (programs, word, patience, chunk_ticks, item_ticks, cut_ticks)
-        lay(table, marks, numbers, cu_seqlens, walks, parts, N, T, HV, C, PACKED, PROGRAMS)
+        lay(table, marks, numbers, cu_seqlens, prompts, parts, N, T, HV, C, PACKED, PROGRAMS)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     if token >= stop:
         return
     empty = n >= N
-    if walks is not None:
+    if prompts is not None:
         if is_short(n, cu_seqlens, N, T, SHORT):
             return
         _, _, well = find_slots(tables, tl.minimum(n, N - 1), slots)
@@ -156,14 +156,14 @@ def new_rates(p: Problem) -> Tensor:
 
 
 def run_rates(
-    c: Call, o: Tensor, out: Tensor, saved: Walked | None = None, walks: Tensor | None = None, slots: Slots = NO_SLOTS,
-    tape: Tape | None = None, parts: Parts | None = None,
+    c: Call, o: Tensor, out: Tensor, saved: ForBackward | None = None, prompts: Tensor | None = None,
+    slots: Slots = NO_SLOTS, tape: Tape | None = None, parts: Parts | None = None,
 ) -> None:  # fmt: skip
-    """Launches `rates`. ``saved``: what the backward pass needs. ``walks``, ``tape``, ``parts``: on a pool with
+    """Launches `rates`. ``saved``: what the backward pass needs. ``prompts``, ``tape``, ``parts``: on a pool with
     ``slots``."""
     tables = (slots.read_indices, slots.write_indices, slots.has_initial_state)
     written = (o, out, None if saved is None else saved.norms, None)
-    _run(c, (walks, slots, tables, tape, parts), written, DIVIDES=saved is not None, BACK=False)
+    _run(c, (prompts, slots, tables, tape, parts), written, DIVIDES=saved is not None, BACK=False)
 
 
 def run_rates_back(c: Call, out: Tensor, norms: Tensor | None, decays: Tensor | None) -> None:
@@ -172,11 +172,11 @@ def run_rates_back(c: Call, out: Tensor, norms: Tensor | None, decays: Tensor | 
 
 
 def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bool) -> None:
-    p, x, (walks, slots, tables, tape, parts) = c.p, c.x, on_pool
+    p, x, (prompts, slots, tables, tape, parts) = c.p, c.x, on_pool
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
     of_tape, numbers = ((None, None), (0,) * len(OF_TAPE)) if tape is None else ((tape.table, tape.marks), tape.numbers)
     listed, cut, room = (None, (0, 0, 0), 0) if parts is None else (parts.listed, tuple(parts.cut), parts.starts)
-    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *written, walks, *tables, *of_tape, listed)
+    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *written, prompts, *tables, *of_tape, listed)
     tile = RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
     columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
     launch_rule(

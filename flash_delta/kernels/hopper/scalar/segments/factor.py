@@ -1,5 +1,5 @@
-"""The first kernel of a walk in segments. It computes A = (I + diag(b) L)^{-1} of every chunk, for `find_maps`,
-`walk_segments` and the backward pass.
+"""The first kernel of a scan in segments. It computes A = (I + diag(b) L)^{-1} of every chunk, for `find_maps`,
+`scan_segments` and the backward pass.
 
 A program has one warp group. Four programs share a multiprocessor, so that some compute while others wait.
 Grid (slots, HV / members): a program takes ``members`` value heads, which share k.
@@ -28,7 +28,7 @@ from flash_delta.kernels.hopper.device.rings import barriers, load_box, load_rat
 from flash_delta.kernels.hopper.device.segment_bounds import find_segment, part_length
 from flash_delta.kernels.hopper.plans.boxes import inverses, lines, ragged, token_stride
 from flash_delta.kernels.hopper.plans.tiles import FACTOR, FACTOR_PROGRAMS, MEMBERS
-from flash_delta.kernels.hopper.scalar.segments.memory import Parts, Walk
+from flash_delta.kernels.hopper.scalar.segments.memory import Parts, SegmentedScan
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -119,7 +119,7 @@ def factor_chunks(
     tma.store_wait(0)
 
 
-def run_factor_chunks(c: Call, rates: Tensor, w: Walk | Parts) -> None:
+def run_factor_chunks(c: Call, rates: Tensor, w: SegmentedScan | Parts) -> None:
     p, x = c.p, c.x
     group, slots = p.HV // p.H, count_slots(p)
     members = gcd(group, MEMBERS)

@@ -5,18 +5,18 @@
     load     loads k, rates and A of a chunk, and v if the map is B, into a ring of NS slots: one warp
     state    R = b . (v - e^G . (k S0))     U = A R     S1 = gamma S0 + (e^{G_C - G} . k)^T U
 
-A program computes either Phi or B of a segment. For Phi it walks the identity, without values. For B it walks zero,
+A program computes either Phi or B of a segment. For Phi it scans the identity, without values. For B it scans zero,
 with values. In a sequence's first segment, B starts from the initial state instead, and is then the state at the end.
 So the first segment needs no Phi, and the last one needs no map. There are two state groups with 64 columns each, or
 one for heads of 64.
 
-Chunks whose effect has decayed to zero at the end of a segment are not walked. The sums of gates show this beforehand:
+Chunks whose effect has decayed to zero at the end of a segment are not scanned. The sums of gates show this beforehand:
 B begins where chunks start to matter, and if some do not matter, Phi is zero. Also, once Phi is zero it stays zero, so
 its program ends, with the same bits as if it went on. Programs of Phi are launched first, so that programs of B take
 the place of those that end early.
 
 `compose_maps` multiplies numbers that are the sum of two bfloat16 each, and leaves out the smallest of the four
-products. Its error is 2^-16. The walk itself rounds to 2^-9.
+products. Its error is 2^-16. The scan itself rounds to 2^-9.
 """
 
 import triton
@@ -47,7 +47,7 @@ from flash_delta.kernels.hopper.plans.tape import Tape
 from flash_delta.kernels.hopper.plans.tiles import MAPS, compose_tile
 from flash_delta.kernels.hopper.scalar.segments.cut import MOST_PARTS
 from flash_delta.kernels.hopper.scalar.segments.factor import run_factor_chunks
-from flash_delta.kernels.hopper.scalar.segments.memory import HALF, Parts, Walk
+from flash_delta.kernels.hopper.scalar.segments.memory import HALF, Parts, SegmentedScan
 from flash_delta.kernels.runtime import arguments
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
@@ -162,18 +162,18 @@ def store_parts(desc, S, row, so, WIDTH: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "k_batch", "v_batch", "group", "HV"])
 def find_maps(
-    k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, rates, cu_seqlens, walks, parts, length, N, T, k_batch,
+    k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, rates, cu_seqlens, prompts, parts, length, N, T, k_batch,
     v_batch, heads, group, HV,
     WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
     FINE: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid (slots of segments * HV, 2). With ``walks`` and ``parts`` (plans/prompt_list.py) it is (starts * HV, 2),
+    """Grid (slots of segments * HV, 2). With ``prompts`` and ``parts`` (plans/prompt_list.py) it is (starts * HV, 2),
     and ``initial`` is the pool."""
     GROUPS: gl.constexpr = WIDTH // 64
     gdc_launch_dependents()
     first, listed = gl.program_id(0) * 0, None  # a number and no constant, so that both groups are one function
     if parts is not None:
-        listed = (walks, parts)
+        listed = (prompts, parts)
         gdc_wait()  # the kernel that makes the lists has ended
         if gl.program_id(0) >= gl.load(parts) * HV:
             return
@@ -269,7 +269,7 @@ def apply_map(Phi, S, B, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["before", "HV"])
 def compose_starts(
-    handed, Phi, walks, parts, pool, before, HV, pool_strides, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    handed, Phi, prompts, parts, pool, before, HV, pool_strides, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     MOST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Computes the starts of prompts in parts (plans/prompt_list.py), as `compose_maps` does for segments. They are
@@ -283,9 +283,9 @@ def compose_starts(
         return
     s = tl.load(parts + 5 * tl.program_id(2) + 6)
     part = tl.load(parts + 5 * s + 5)
-    at, slot = part + tl.arange(0, MOST), tl.load(walks + 3 * part + 2)
-    n = tl.load(walks + 3 * at + 1, mask=at < tl.load(walks), other=-1)
-    number = tl.sum((n == tl.load(walks + 3 * part + 1)).to(tl.int32), 0)  # of the prompt's parts
+    at, slot = part + tl.arange(0, MOST), tl.load(prompts + 3 * part + 2)
+    n = tl.load(prompts + 3 * at + 1, mask=at < tl.load(prompts), other=-1)
+    number = tl.sum((n == tl.load(prompts + 3 * part + 1)).to(tl.int32), 0)  # of the prompt's parts
     S = load_rows(pool, pool_strides, slot, hv, d, c, V, K, slot >= 0)
     store_rows(handed, strides, S, s, before + hv, d, c, V, K)
     S = load_rows(handed, strides, s + 1, before + hv, d, c, V, K)
@@ -296,15 +296,15 @@ def compose_starts(
         store_rows(handed, strides, S, s + i + 1, before + hv, d, c, V, K)
 
 
-def run_find_maps(c: Call, rates: Tensor, w: Walk) -> None:
+def run_find_maps(c: Call, rates: Tensor, w: SegmentedScan) -> None:
     initial, started = (w.B, False) if c.x.initial_state is None else (c.x.initial_state, True)
     slots, given = count_slots(c.p, w.length), (states(c.p, initial), rows(w.B))
     _find_maps(c, rates, w, given, (None, None, w.length), slots, INITIAL=started)
 
 
-def run_find_starts(c: Call, rates: Tensor, walks: Tensor, tape: Tape, w: Parts, slots: Slots, final: Tensor) -> None:
+def run_find_starts(c: Call, rates: Tensor, prompts: Tensor, tape: Tape, w: Parts, slots: Slots, final: Tensor) -> None:
     """Finds the state that every part of a prompt starts from. ``slots``, ``final``: as `run_pool_loops` takes them."""
-    p, lists = c.p, (walks, w.listed)
+    p, lists = c.p, (prompts, w.listed)
     states = final if slots.state_pool is None else slots.state_pool
     given = pool(p, states), rows(tape.handed)
     run_factor_chunks(c, rates, w)
@@ -316,7 +316,7 @@ def run_find_starts(c: Call, rates: Tensor, walks: Tensor, tape: Tape, w: Parts,
 
 
 def _find_maps(
-    c: Call, rates: Tensor, w: Walk | Parts, given: tuple[Descriptor, Descriptor], listed: tuple, count: int,
+    c: Call, rates: Tensor, w: SegmentedScan | Parts, given: tuple[Descriptor, Descriptor], listed: tuple, count: int,
     **own: bool,
 ) -> None:  # fmt: skip
     """``given``: of the first states, and of where B goes. ``listed``: two lists of prompts, or the tokens of a
@@ -330,13 +330,14 @@ def _find_maps(
     launch_described(c, find_maps, DescribedPlan((count * p.HV, 2), values, constants))
 
 
-def run_compose_maps(c: Call, w: Walk) -> None:
+def run_compose_maps(c: Call, w: SegmentedScan) -> None:
     _compose(c, w.B, w.Phi, w.starts, w.length, c.x.initial_state, back=False)
 
 
-def run_compose_back(c: Call, w: Walk, D: Tensor, ends: Tensor, dfinal: Tensor | None) -> None:
-    """Computes ``ends``, the gradient of the state at the end of every segment. ``D``: the gradient that `walk_back`
-    computes at a segment's start if the gradient at its end is zero, or is ``dfinal`` in a sequence's last segment."""
+def run_compose_back(c: Call, w: SegmentedScan, D: Tensor, ends: Tensor, dfinal: Tensor | None) -> None:
+    """Computes ``ends``, the gradient of the state at the end of every segment. ``D``: the gradient that
+    `scan_gradients` computes at a segment's start if the gradient at its end is zero, or is ``dfinal`` in a sequence's
+    last segment."""
     _compose(c, D, w.Phi, ends, w.length, dfinal, back=True)
 
 

@@ -1,4 +1,4 @@
-"""The tensors that the kernels of a walk in segments pass to each other."""
+"""The tensors that the kernels of a scan in segments pass to each other."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from flash_delta.problem import Problem
 HALF = 64  # value columns of a warp group
 
 
-class Walk(NamedTuple):
+class SegmentedScan(NamedTuple):
     """How sequences are split, and the tensors that kernels pass to each other. If they are not split, it is only A."""
 
     length: int  # tokens of a segment; more than any sequence has if they are not split
@@ -31,8 +31,8 @@ class Parts(NamedTuple):
     starts: int  # how many parts there may be
     prompts: int  # how many prompts may be cut
     listed: Tensor  # plans/prompt_list.py
-    A: Tensor | None  # as in Walk; without starts there is none, nor a Phi
-    Phi: Tensor | None  # as in Walk, [starts, HV, 2, K, K]
+    A: Tensor | None  # as in SegmentedScan; without starts there is none, nor a Phi
+    Phi: Tensor | None  # as in SegmentedScan, [starts, HV, 2, K, K]
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -79,12 +79,14 @@ def new_parts(p: Problem, processors: int, starts: int | None = None) -> Parts |
     return Parts(cut, starts, prompts, listed, new_inverses(p), Phi)
 
 
-def new_walk(p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None) -> Walk:
-    """Memory for a walk in segments of ``length`` tokens, or of whole sequences if it is None. ``A``, ``maps``: memory
+def new_segmented_scan(
+    p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None
+) -> SegmentedScan:
+    """Memory for a scan in segments of ``length`` tokens, or of whole sequences if it is None. ``A``, ``maps``: memory
     for these, if they are saved."""
     if A is None:
         A = new_inverses(p)
     if length is None:
-        return Walk((p.T // C + 1) * C, A, None, None, None)
+        return SegmentedScan((p.T // C + 1) * C, A, None, None, None)
     Phi, starts = maps_in(p, length, new_maps(p, length) if maps is None else maps)
-    return Walk(length, A, torch.empty_like(starts), Phi, starts)
+    return SegmentedScan(length, A, torch.empty_like(starts), Phi, starts)

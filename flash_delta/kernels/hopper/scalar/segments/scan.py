@@ -1,4 +1,4 @@
-"""Walks all segments at the same time, with A from factor.py, from the states that `compose_maps` has written
+"""Scans all segments at the same time, with A from factor.py, from the states that `compose_maps` has written
 (maps.py).
 
     load     loads q, k, rates, A and v of a chunk into a ring of NS slots: one warp
@@ -8,7 +8,7 @@
 
 There are two state groups with 64 columns of the transposed state each, as in the loop, or one for heads of 64. The
 grid is (slots * HV,). Heads of 256 have one state group and a program for every 64 columns, and the grid is
-(slots * HV, V / 64). They walk whole sequences, from their initial states.
+(slots * HV, V / 64). They scan whole sequences, from their initial states.
 
 Each slot of the rings has a barrier of these kinds:
 
@@ -46,8 +46,8 @@ from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state
 from flash_delta.kernels.hopper.device.work_items import enter, find_run, find_runs
 from flash_delta.kernels.hopper.plans.boxes import handed_by, inverses, lines, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.plans.tape import Tape
-from flash_delta.kernels.hopper.plans.tiles import RETRACE, WALKS
-from flash_delta.kernels.hopper.scalar.segments.memory import HALF, Walk
+from flash_delta.kernels.hopper.plans.tiles import RETRACE, SEGMENT_SCANS
+from flash_delta.kernels.hopper.scalar.segments.memory import HALF, SegmentedScan
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
@@ -190,7 +190,7 @@ NUMBERS = ["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"]
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
-def walk_segments(
+def scan_segments(
     q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, u_desc, starts, final, handed, tape, cu_seqlens, length, N,
     T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr, FINE: gl.constexpr,
@@ -273,18 +273,18 @@ def walk_segments(
     end_barriers(made)
 
 
-def run_walk_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: Walk, trace: Trace | None) -> None:
+def run_scan_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: SegmentedScan, trace: Trace | None) -> None:
     ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
-    _run(c, rates, w, trace, *ends, None, **WALKS[c.p.K])
+    _run(c, rates, w, trace, *ends, None, **SEGMENT_SCANS[c.p.K])
 
 
-def run_retrace(c: Call, rates: Tensor, w: Walk, trace: Trace, tape: Tape | None = None) -> None:
+def run_retrace(c: Call, rates: Tensor, w: SegmentedScan, trace: Trace, tape: Tape | None = None) -> None:
     """Computes the states and U of chunks again, for the backward pass."""
     _run(c, rates, w, trace, None, None, None, tape, **RETRACE)
 
 
 def _run(
-    c: Call, rates: Tensor, w: Walk, trace: Trace | None, q: Descriptor | None, o: Descriptor | None,
+    c: Call, rates: Tensor, w: SegmentedScan, trace: Trace | None, q: Descriptor | None, o: Descriptor | None,
     final: Descriptor | None, tape: Tape | None, **constants: int,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
@@ -297,10 +297,10 @@ def _run(
         *handed_by(tape), x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
     constants = constants_of(
-        c, walk_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
+        c, scan_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
         START_V_FIRST=w.starts is not None or p.state_v_first, SAVE=trace is not None, FINE=fine(p),
         TAPED=tape is not None, **constants,
     )  # fmt: skip
     programs = count_slots(p, w.length) * p.HV if tape is None else tape.programs
     plan = DescribedPlan((programs, p.V // (HALF * groups)), arguments, constants)
-    launch_described(c, walk_segments, plan)
+    launch_described(c, scan_segments, plan)

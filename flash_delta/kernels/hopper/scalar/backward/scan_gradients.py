@@ -17,7 +17,7 @@ only the terms on which this gate acts, so that nothing cancels (docs/mathematic
 
 Without GRADIENTS there is no gradient role. Then the kernel computes the state's gradient at the start of every
 segment, except a sequence's first, as if the gradient at the segment's end were zero. From this `compose_maps` makes
-the gradient at the end of every segment. Such a walk begins at the first chunk from the right that has not decayed to
+the gradient at the end of every segment. Such a scan begins at the first chunk from the right that has not decayed to
 zero at the segment's start.
 
 Barriers, and who completes them:
@@ -48,11 +48,11 @@ from flash_delta.kernels.hopper.device.segment_bounds import count_left, find_ch
 from flash_delta.kernels.hopper.device.work_items import enter, find_run, find_runs
 from flash_delta.kernels.hopper.plans import boxes
 from flash_delta.kernels.hopper.plans.tape import Tape
-from flash_delta.kernels.hopper.plans.tiles import FIND_ENDS, FINE_WALK_BACK, WALK_BACK
+from flash_delta.kernels.hopper.plans.tiles import FIND_ENDS, FINE_SCAN_GRADIENTS, SCAN_GRADIENTS
 from flash_delta.kernels.hopper.scalar.backward.gradient_role import gradient_role
 from flash_delta.kernels.hopper.scalar.backward.memory import Parts, count_lines
 from flash_delta.kernels.hopper.scalar.backward.state_role import state_role
-from flash_delta.kernels.hopper.scalar.segments.memory import Walk
+from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -105,7 +105,7 @@ def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
 
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "do_batch", "group", "HV"])
-def walk_back(
+def scan_gradients(
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc, dq_desc, dk_desc, dv_desc, after, start_desc, handed,
     tape, lines, rates, cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, group, HV,
     WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, GATE: gl.constexpr,
@@ -191,12 +191,12 @@ def walk_back(
     end_barriers(made)
 
 
-def run_walk_back(
-    c: Call, rates: Tensor, w: Walk, trace: Trace, do: Tensor, after: Tensor | None, ends: Tensor | None, parts: Parts,
-    d: Inputs, tape: Tape | None = None,
+def run_scan_gradients(
+    c: Call, rates: Tensor, w: SegmentedScan, trace: Trace, do: Tensor, after: Tensor | None, ends: Tensor | None,
+    parts: Parts, d: Inputs, tape: Tape | None = None,
 ) -> None:  # fmt: skip
-    """Launches `walk_back` for all gradients. ``after``: the gradient of the final states. ``ends``: the gradient of
-    the states at the ends of segments, or None if sequences are not split."""
+    """Launches `scan_gradients` for all gradients. ``after``: the gradient of the final states. ``ends``: the gradient
+    of the states at the ends of segments, or None if sequences are not split."""
     p, K = c.p, c.p.K
     saved = boxes.blocks(trace.states, K, K), boxes.blocks(trace.U, K)
     gradients = boxes.ragged(parts.dq, K), boxes.ragged(parts.dk, K), boxes.ragged(d.v, 64)
@@ -205,19 +205,21 @@ def run_walk_back(
         state = boxes.rows(ends)
     start = None if d.initial_state is None else boxes.states(p, d.initial_state)
     given = (*saved, *gradients, state, start, *boxes.handed_by(tape), parts.lines)
-    registers = (FINE_WALK_BACK if fine(p) else WALK_BACK)[K]
+    registers = (FINE_SCAN_GRADIENTS if fine(p) else SCAN_GRADIENTS)[K]
     _run(c, rates, w, do, given, tape, ENDS=ends is not None, GRADIENTS=True, **registers)
 
 
-def run_find_ends(c: Call, rates: Tensor, w: Walk, do: Tensor, after: Tensor | None, D: Tensor) -> None:
-    """Launches `walk_back` for ``D``, the gradient of the state at the start of every segment except the first. For it
-    the gradient at the segment's end is taken as zero, or in the last segment as ``after``."""
+def run_find_ends(c: Call, rates: Tensor, w: SegmentedScan, do: Tensor, after: Tensor | None, D: Tensor) -> None:
+    """Launches `scan_gradients` for ``D``, the gradient of the state at the start of every segment except the first.
+    For it the gradient at the segment's end is taken as zero, or in the last segment as ``after``."""
     state = None if after is None else boxes.states(c.p, after)
     given = (None,) * 5 + (state, boxes.rows(D), None, None, D)
     _run(c, rates, w, do, given, None, ENDS=False, GRADIENTS=False, **FIND_ENDS[c.p.K])
 
 
-def _run(c: Call, rates: Tensor, w: Walk, do: Tensor, given: tuple, tape: Tape | None, **constants: int) -> None:
+def _run(
+    c: Call, rates: Tensor, w: SegmentedScan, do: Tensor, given: tuple, tape: Tape | None, **constants: int
+) -> None:
     """``given``: descriptors of S0, U, dq, dk, dv, and of the states' gradients at the end and at the start; what
     programs hand over, and the table of the ``tape``; lines."""
     p, x = c.p, c.x
@@ -227,6 +229,6 @@ def _run(c: Call, rates: Tensor, w: Walk, do: Tensor, given: tuple, tape: Tape |
         p.N, p.T, *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
     )  # fmt: skip
     own = {"LINES": count_lines(p.V), "FINE": fine(p), "TAPED": tape is not None}
-    constants = constants_of(c, walk_back, arguments, **own, **constants)
+    constants = constants_of(c, scan_gradients, arguments, **own, **constants)
     programs = count_slots(p, w.length) * p.HV if tape is None else tape.programs
-    launch_described(c, walk_back, DescribedPlan((programs, 1), arguments, constants))
+    launch_described(c, scan_gradients, DescribedPlan((programs, 1), arguments, constants))

@@ -1,4 +1,4 @@
-"""With a decay per channel: the walk through the chunks that `prepare` has written. A program walks one state after the
+"""With a decay per channel: the scan through the chunks that `prepare` has written. A program scans one state after the
 other, 64 value columns of each.
 
     load     loads Qg, Kg, Kd, gamma and rates of a chunk into a ring of NS slots, and v, A and P into a ring of NV: one
@@ -41,7 +41,7 @@ from flash_delta.kernels.hopper.device.state_copies import load_state, store_sta
 from flash_delta.kernels.hopper.device.units import units
 from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, bounds, count_items, ends
 from flash_delta.kernels.hopper.plans.boxes import blocks, lines, pool, ragged, squares, states, token_stride
-from flash_delta.kernels.hopper.plans.tiles import CHANNEL_WALK
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_SCAN
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
@@ -166,17 +166,17 @@ def state_role(
     do_not_specialize=["T", "items", "parted", "least", "most", "v_batch", *checkpoints.NUMBERS],
     do_not_specialize_on_alignment=checkpoints.POINTERS,
 )
-def walk_channels(
+def scan_channels(
     qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, o_desc, initial, final, cu_seqlens, forgets,
-    walks, checkpoints, offsets, T, items, parted, least, most, slots, null_slot, columns, interval, checkpoint_row,
+    prompts, checkpoints, offsets, T, items, parted, least, most, slots, null_slot, columns, interval, checkpoint_row,
     checkpoint_column, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
     PACKED: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
 ):  # fmt: skip
-    """On a pool the launch works only if ``walks`` has ``least`` to ``most`` sequences."""
+    """On a pool the launch works only if ``prompts`` has ``least`` to ``most`` sequences."""
     pool, kept = None, None
-    if walks is not None:
+    if prompts is not None:
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
-        pool = (walks, least, most)
+        pool = (prompts, least, most)
     if checkpoints is not None:
         kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
         if offsets is not None:
@@ -214,7 +214,7 @@ def walk_channels(
     end_barriers(made)
 
 
-def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: Tensor, parts: int = 1) -> None:
+def run_scan_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: Tensor, parts: int = 1) -> None:
     """With several ``parts`` the kernel does nothing if gates forget, which ``forgets`` says."""
     p, initial = c.p, c.x.initial_state
     from_to = states(p, final if initial is None else initial), states(p, final)
@@ -222,8 +222,8 @@ def run_walk_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: T
     _run(c, w, o, from_to, work, p.N, INITIAL=initial is not None)
 
 
-def run_walk_prompts(c: Call, w: Prepared, o: Tensor, s: Slots, listed: Listed, sequences: int) -> None:
-    """Walks prompts on a pool. ``sequences``: how many are walked at the same time."""
+def run_scan_prompts(c: Call, w: Prepared, o: Tensor, s: Slots, listed: Listed, sequences: int) -> None:
+    """Scans prompts on a pool. ``sequences``: how many are scanned at the same time."""
     slots, work = pool(c.p, s.state_pool), (None, listed, checkpoint_arguments(c.p, s), 0)
     _run(c, w, o, (slots, slots), work, sequences, INITIAL=True)
 
@@ -232,15 +232,15 @@ def _run(
     c: Call, w: Prepared, o: Tensor, from_to: tuple[Descriptor, Descriptor], work: tuple, sequences: int, **own: bool
 ) -> None:  # fmt: skip
     """``from_to``: of first and final states. ``work``: `forget.py`'s numbers, the list of prompts, the arguments for
-    checkpoints, and how many parts, without first ones, are walked elsewhere if gates forget."""
+    checkpoints, and how many parts, without first ones, are scanned elsewhere if gates forget."""
     p, x = c.p, c.x
     forgets, listed, kept, parted = work
     arguments = (
         *(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates.flatten(2).flatten(0, 1)),
         lines(w.gamma.flatten(0, 1)), ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), *from_to,
-        x.cu_seqlens, forgets, listed.walks, *kept[:2], p.T, p.N * p.HV, parted, listed.least, listed.most, *kept[2:],
+        x.cu_seqlens, forgets, listed.prompts, *kept[:2], p.T, p.N * p.HV, parted, listed.least, listed.most, *kept[2:],
         token_stride(x.v), x.v.stride(2),
     )  # fmt: skip
-    constants = constants_of(c, walk_channels, arguments, **own, **CHANNEL_WALK)
+    constants = constants_of(c, scan_channels, arguments, **own, **CHANNEL_SCAN)
     grid = min(sequences * p.HV, c.shape.chip.processors), p.V // 64
-    launch_described(c, walk_channels, DescribedPlan(grid, arguments, constants))
+    launch_described(c, scan_channels, DescribedPlan(grid, arguments, constants))
