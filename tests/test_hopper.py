@@ -376,7 +376,7 @@ def test_a_backward_pass_begins_with_a_launch_that_waits(compiled, monkeypatch, 
         monkeypatch.setattr(by_hand, name, lambda *given, name=name: launched.append((name, given)))
     w, gates = SimpleNamespace(starts=split or None), SimpleNamespace(rates=None, decays=None)
     memory = gates, w, SimpleNamespace(D=None, ends=None), Tapes(None, None), None, None
-    by_hand.run_kernels(None, None, memory, by_hand.Left(left, left), None, None, None)
+    by_hand.run_kernels(None, None, memory, by_hand.ForwardLeft(left, left), None, None, None)
     assert len(launched) > 2
     assert launched[0][0] == "run_rates_back"
     monkeypatch.setattr(arguments, "launch", lambda c, kernel, pointers, plan: plans.append(plan))

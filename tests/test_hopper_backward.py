@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from flash_delta.compiler.cases.tuning_hopper import STAGES
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
-from flash_delta.kernels.hopper.scalar.backward import run as by_hand
+from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
 from flash_delta.kernels.hopper.scalar.backward import scan_gradients
 from flash_delta.kernels.hopper.scalar.forward import loop
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
@@ -73,16 +73,16 @@ def by_hand_in(monkeypatch):
             made = getattr(emulated("flash_delta.kernels.hopper", path), kernel)
             monkeypatch.setattr(module, kernel, Kernel(made))
 
-        monkeypatch.setattr(by_hand, "new_tapes", lambda p, chip: by_hand.NO_TAPES)
+        monkeypatch.setattr(scalar_backward, "new_tapes", lambda p, chip: scalar_backward.NO_TAPES)
         if leave_maps:
-            monkeypatch.setattr(by_hand, "run_find_maps", lambda *given: pytest.fail("the maps are there"))
+            monkeypatch.setattr(scalar_backward, "run_find_maps", lambda *given: pytest.fail("the maps are there"))
 
         def forward(p, x, known):
             out = forward_by_hand(p, x, how)
             return out if leave_maps else out._replace(planned=())
 
         def backward(p, x, saved, do, dfinal, known):
-            return gradients_of(x, by_hand.run_backward(p, x, saved, do.contiguous(), dfinal, None, length, ()))
+            return gradients_of(x, scalar_backward.run_backward(p, x, saved, do.contiguous(), dfinal, None, length, ()))
 
         taken = SimpleNamespace(
             forward=forward, backward=backward, unsupported=lambda p: None, preference=lambda p: (0, None)
@@ -96,7 +96,7 @@ def by_hand_in(monkeypatch):
 def forward_by_hand(p, x, how):
     o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), new_rates(p)
     length = None if isinstance(how, LoopTile) else how
-    saved, left = by_hand.for_backward(p), None if length is None else new_maps(p, length)
+    saved, left = scalar_backward.for_backward(p), None if length is None else new_maps(p, length)
     tensors, *kept = saved.views()
     c = make_call(p, x, ("test",))
     run_rates(c, o, rates, tensors)
@@ -159,7 +159,7 @@ def test_b_of_zero_has_a_gradient(by_hand_in):
 
 def test_what_it_leaves_to_triton():
     def reason(dtype, K, V):
-        return by_hand.unsupported(SimpleNamespace(dtype=dtype, K=K, V=V))
+        return scalar_backward.unsupported(SimpleNamespace(dtype=dtype, K=K, V=V))
 
     assert reason(torch.bfloat16, 128, 128) is None
     assert "exponents" in reason(torch.float16, 64, 64)

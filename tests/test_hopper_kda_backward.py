@@ -14,8 +14,8 @@ from flash_delta import explain
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.channel.backward import gradients
-from flash_delta.kernels.hopper.channel.backward import run as by_chunk
-from flash_delta.kernels.runtime.workspace import Deep
+from flash_delta.kernels.hopper.channel.backward import run as channel_backward
+from flash_delta.kernels.runtime.workspace import DeepChunks
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.backward.chunks import CHUNKS
 from flash_delta.ops import _backend, _function
@@ -58,7 +58,7 @@ def on_cpu(monkeypatch):
     def chosen():
         made = emulated("flash_delta.kernels.hopper", "channel.backward.gradients")
         monkeypatch.setattr(gradients, "chunk_back", Kernel(made.chunk_back))
-        chunks = CHUNKS._replace(hands=(Deep,), find=by_chunk.find_gradients)
+        chunks = CHUNKS._replace(hands=(DeepChunks,), find=channel_backward.find_gradients)
         taken = SimpleNamespace(
             forward=triton.forward, backward=partial(triton.backward_by, chunks), unsupported=lambda p: None,
             preference=lambda p: (0, None),
@@ -86,15 +86,15 @@ def test_against_the_recurrence(on_cpu, cell):
 def test_a_promise_rules_the_second_launch_out(monkeypatch):
     """That for chunks in which a channel falls too far."""
     rest, memory = [], (SimpleNamespace(views=lambda: [None] * 6),)
-    monkeypatch.setattr(by_chunk, "run_chunk_back", lambda *given, **form: rest.append(form["rest"]))
+    monkeypatch.setattr(channel_backward, "run_chunk_back", lambda *given, **form: rest.append(form["rest"]))
     for promise in ({}, {"safe_gate": True}, {"lower_bound": -1.0}):
         p = explain(KDA.op, **make_inputs(ROW, KDA, torch.bfloat16), **promise).problem
-        by_chunk.find_gradients(SimpleNamespace(p=p, more=(None,)), memory, None)
+        channel_backward.find_gradients(SimpleNamespace(p=p, more=(None,)), memory, None)
     assert rest == [False, True, False, False]
 
 
 def test_grouped_heads_and_low_bounds_are_left_to_triton():
     p = SimpleNamespace(H=1, HV=2, lower_bound=None)
-    assert "as many key heads as value heads; there are 1 and 2" in by_chunk.unsupported(p)
+    assert "as many key heads as value heads; there are 1 and 2" in channel_backward.unsupported(p)
     p.HV, p.lower_bound = 1, -8.0
-    assert "lower_bound of -5 or more, it is -8" in by_chunk.unsupported(p)
+    assert "lower_bound of -5 or more, it is -8" in channel_backward.unsupported(p)

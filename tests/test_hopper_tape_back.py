@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.plans.tape import new_tape
 from flash_delta.kernels.hopper.plans.tiles import Pace
-from flash_delta.kernels.hopper.scalar.backward import run as by_hand
+from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
 from flash_delta.kernels.hopper.scalar.backward.memory import Tapes, new_tapes
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
@@ -35,7 +35,7 @@ def test_no_bit_depends_on_borders(by_hand_in, monkeypatch, cell):  # noqa: F811
     case, programs = CELLS[cell]
     x, tapes = make_inputs(case, MEMBERS["gdn"], torch.bfloat16), []
     by_hand_in(None)
-    run_backward = by_hand.run_backward
+    run_backward = scalar_backward.run_backward
 
     def laid(p, chip):
         made = [tape and new_tape(p, programs, Pace(10, 1, 0)) for tape in new_tapes(p, chip)]
@@ -47,14 +47,14 @@ def test_no_bit_depends_on_borders(by_hand_in, monkeypatch, cell):  # noqa: F811
 
     def compared(*given):
         wanted = run_backward(*given)
-        monkeypatch.setattr(by_hand, "new_tapes", laid)
-        monkeypatch.setattr(by_hand, "chip_of", lambda device: Chip("interpreter", programs))
-        monkeypatch.setattr(calls, "chip_of", by_hand.chip_of)
+        monkeypatch.setattr(scalar_backward, "new_tapes", laid)
+        monkeypatch.setattr(scalar_backward, "chip_of", lambda device: Chip("interpreter", programs))
+        monkeypatch.setattr(calls, "chip_of", scalar_backward.chip_of)
         for got, want in zip(run_backward(*given), wanted, strict=True):
             assert (got is None and want is None) or torch.equal(got, want)
         return wanted
 
-    monkeypatch.setattr(by_hand, "run_backward", compared)
+    monkeypatch.setattr(scalar_backward, "run_backward", compared)
     run(MEMBERS["gdn"], x)
     for tape in tapes:
         assert tape.table[0] == programs
@@ -74,8 +74,8 @@ def test_wrong_bounds(by_hand_in, monkeypatch, name):  # noqa: F811
         laid.append(Tapes(new_tape(p, 3, Pace(10, 1, 0)), new_tape(p, 3, Pace(10, 1, 0))))
         return laid[-1]
 
-    monkeypatch.setattr(by_hand, "new_tapes", lay)
-    monkeypatch.setattr(by_hand, "chip_of", lambda device: Chip("interpreter", 3))
-    monkeypatch.setattr(calls, "chip_of", by_hand.chip_of)
+    monkeypatch.setattr(scalar_backward, "new_tapes", lay)
+    monkeypatch.setattr(scalar_backward, "chip_of", lambda device: Chip("interpreter", 3))
+    monkeypatch.setattr(calls, "chip_of", scalar_backward.chip_of)
     MEMBERS["gdn"].op(**x)[0].nan_to_num().sum().backward()
     assert [tape.table[0] for tape in laid[0]] == [3, 3], "all programs came"

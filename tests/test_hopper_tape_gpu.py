@@ -12,7 +12,7 @@ import flash_delta
 from flash_delta.compiler.cases.tuning_hopper import call_of, make_back
 from flash_delta.kernels.hopper.plans.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.plans.tiles import WIDE
-from flash_delta.kernels.hopper.scalar.backward import run as by_hand
+from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
 from flash_delta.kernels.hopper.scalar.forward import loop
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.runtime.calls import make_call
@@ -118,8 +118,10 @@ def test_a_gradient_that_never_comes_is_reported(monkeypatch):
     made = make_back("cuda", B=5, T=1024)
     p, x = call_of(made)
     p, d, outer = p._replace(needs_grad=True), new_gradients(p, x), (made["do"], None)
-    kernels, _ = by_hand.prepare_back(p, x, outer, (made["saved"],), d, None, by_hand.new_tapes(p, chip_of(p.device)))
-    monkeypatch.setattr(by_hand, "run_lay_tape", lay_wrongly)
+    kernels, _ = scalar_backward.prepare_back(
+        p, x, outer, (made["saved"],), d, None, scalar_backward.new_tapes(p, chip_of(p.device))
+    )
+    monkeypatch.setattr(scalar_backward, "run_lay_tape", lay_wrongly)
     kernels(make_call(p, x, ("test",), *outer)._replace(direct=False))
     torch.cuda.synchronize()
     assert d.q.isnan().any()

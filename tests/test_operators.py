@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flash_delta
 from flash_delta.kernels.runtime.compile_key import Flags, flags_of
-from flash_delta.ops._operators.define import Behind, define, schema_type
+from flash_delta.ops._operators.define import BackwardArguments, define, schema_type
 from flash_delta.problem import Problem, Schema, marked
 
 PACKAGE = Path(flash_delta.__file__).parent
@@ -126,7 +126,7 @@ def like(pair, settings, backend):
     return [torch.empty_like(pair.x), pair.x.new_empty(pair.x.shape[1:]), *kept]
 
 
-def scale_backward(pair: Pair, behind: Behind, settings: Settings, backend: str | None) -> Pair:
+def scale_backward(pair: Pair, behind: BackwardArguments, settings: Settings, backend: str | None) -> Pair:
     if settings.keep:
         assert torch.equal(behind.saved[0], pair.x * 2)
     d = sum(d for d in (behind.do, behind.dfinal) if d is not None).expand(pair.x.shape)

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import flash_delta
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
+from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients, Workspace
 from flash_delta.kernels.triton import backend
 from flash_delta.kernels.triton.backward import scan_backward
 from flash_delta.kernels.triton.backward.halved_gradients import needs_halving
@@ -208,7 +208,7 @@ def test_descriptors_and_pointers_load_what_channel_wrote():
     outputs = []
     for tma in (False, True):
         tile = Tile(4, 1, 16, tma=tma)
-        memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, Chain)
+        memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, StateGradients)
         channels, solved, factors, saved, again, chain = c.parts(memory)
         o, state = torch.empty_like(inputs.v), torch.empty(p.state_shape)
         channel.run_channel(c, solved, channels)

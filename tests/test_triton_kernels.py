@@ -18,7 +18,7 @@ from flash_delta.kernels.runtime import launch
 from flash_delta.kernels.runtime.arguments import fits_tma, strides
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.chip import COMPILED, Chip, Tile, family
-from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved, Workspace
+from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients, Workspace
 from flash_delta.kernels.triton import backend
 from flash_delta.kernels.triton.backward import scan_backward
 from flash_delta.kernels.triton.forward import factor, scan, solve
@@ -127,7 +127,7 @@ def test_descriptors_and_pointers_load_the_same(V, columns):
     outputs = []
     for tma in (False, True):
         tile = Tile(4, 1, columns, tma=tma)
-        memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, Chain)
+        memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, StateGradients)
         memory.buffer.zero_()  # slots without a chunk stay as they are
         channels, solved, factors, saved, again, chain = c.parts(memory)
         o, state, dinitial = torch.empty_like(inputs.v), torch.empty(p.state_shape), torch.empty(p.state_shape)

@@ -34,13 +34,13 @@ from flash_delta.kernels.hopper.scalar.segments.memory import new_segmented_scan
 from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
 from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import (
-    Chain,
     Channels,
-    Deep,
+    DeepChunks,
     ForBackward,
     Prepared,
     Residual,
     Solved,
+    StateGradients,
     Trace,
     Workspace,
 )
@@ -177,7 +177,7 @@ def call_prepare(case: str, form: str) -> None:
 def call_channel_back(case: str, *, rest: bool) -> None:
     p, x = GRADIENTS[case]()
     c, d = make_call(p, x, ("launches",))._replace(direct=False), new_gradients(p, x)
-    solved, *groups = Workspace(p, Solved, Channels, Residual, Chain, Deep).views()
+    solved, *groups = Workspace(p, Solved, Channels, Residual, StateGradients, DeepChunks).views()
     run_chunk_back(c, groups[0], solved, *groups[1:], torch.empty_like(x.v), d, rest=rest)
 
 

@@ -9,7 +9,7 @@ from flash_delta.kernels.hopper.plans.tape import new_tape
 from flash_delta.kernels.hopper.plans.tiles import Pace
 from flash_delta.kernels.hopper.scalar.backward.finish import run_finish
 from flash_delta.kernels.hopper.scalar.backward.memory import Tapes, new_ends, new_gates, new_parts
-from flash_delta.kernels.hopper.scalar.backward.run import NO_TAPES, Left, for_backward, run_kernels
+from flash_delta.kernels.hopper.scalar.backward.run import NO_TAPES, ForwardLeft, for_backward, run_kernels
 from flash_delta.kernels.hopper.scalar.backward.scan_gradients import run_find_ends, run_scan_gradients
 from flash_delta.kernels.hopper.scalar.forward.rates import run_rates_back
 from flash_delta.kernels.hopper.scalar.segments.maps import run_compose_back, run_find_maps
@@ -38,7 +38,7 @@ def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
     length = None if form in ("back", "back-tape") else 128
     tapes = Tapes(*(new_tape(p, 1, Pace(1)) for _ in range(2))) if form == "back-tape" else NO_TAPES
     segmented, between = new_segmented_scan(p, length, saved.A), new_ends(p, length)
-    left = Left(trace=bool(kept), maps=False)
+    left = ForwardLeft(trace=bool(kept), maps=False)
     if length is None:
         run_kernels(c, saved.norms, (gates, segmented, between, tapes, trace, parts), left, do, dfinal, d)
     elif form == "back-segments":

@@ -7,7 +7,14 @@ import torch
 
 from flash_delta.compiler import Launch
 from flash_delta.compiler.cases.rule import RuleCase, problem_of
-from flash_delta.kernels.hopper.plans.padding import Found, gradients_in, new_padded, padded, run_narrow, run_widen
+from flash_delta.kernels.hopper.plans.padding import (
+    PaddedResults,
+    gradients_in,
+    new_padded,
+    padded,
+    run_narrow,
+    run_widen,
+)
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.triton.backward.results import new_gradients
 
@@ -21,11 +28,11 @@ def call_padding(case: str, *, back: bool) -> None:
     if back:
         outer, d = (torch.empty_like(x.v), torch.empty(p.state_shape, device="meta")), new_gradients(p, x)
         copies = new_padded(p, x, *outer)
-        found, wanted = (Found((t.q, t.k, t.v), t.initial_state) for t in (gradients_in(copies, d), d))
+        found, wanted = (PaddedResults((t.q, t.k, t.v), t.initial_state) for t in (gradients_in(copies, d), d))
     else:
         outer, copies = (), new_padded(p, x)
         found, wanted = (
-            Found((None, None, x.v.new_empty(p.B, p.T, p.HV, q.V)), torch.empty(q.state_shape, device="meta"))
+            PaddedResults((None, None, x.v.new_empty(p.B, p.T, p.HV, q.V)), torch.empty(q.state_shape, device="meta"))
             for q in (padded(p), p)
         )
     c = make_call(p, x, ("launches", back), *outer)._replace(direct=False)

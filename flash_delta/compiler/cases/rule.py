@@ -11,13 +11,13 @@ from flash_delta.compiler import Launch
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip, Tile, takes_tma
 from flash_delta.kernels.runtime.workspace import (
-    Chain,
     Channels,
     Factors,
     HeadGradients,
     Residual,
     Scores,
     Solved,
+    StateGradients,
     Workspace,
 )
 from flash_delta.kernels.triton.backward.channel_gradients import run_channel_gradients
@@ -109,7 +109,7 @@ class Kernels:
 
     def __init__(self, p: Problem, x: Inputs, *more: Tensor | None):
         self.p, self.x, self.c = p, x, make_call(p, x, ("launches",), *more)._replace(direct=False)
-        groups = (Channels, Solved, Factors, Residual, Chain, Scores, HeadGradients)
+        groups = (Channels, Solved, Factors, Residual, StateGradients, Scores, HeadGradients)
         parts = self.c.parts(Workspace(p, *groups))
         self.channels, self.solved, self.factors, self.residual, self.chain, self.scores, self.heads = parts
 

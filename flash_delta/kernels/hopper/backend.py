@@ -28,15 +28,23 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
-from flash_delta.kernels.hopper.channel import run as by_channel
+from flash_delta.kernels.hopper.channel import run as channel
 from flash_delta.kernels.hopper.device.inverse_tiles import fine
 from flash_delta.kernels.hopper.plans.boxes import as_taken, describable, described, plain_state
 from flash_delta.kernels.hopper.plans.columns import as_heads, joined
 from flash_delta.kernels.hopper.plans.lost import check_states
-from flash_delta.kernels.hopper.plans.padding import Found, Padded, new_padded, padded, pads, run_narrow, run_widen
+from flash_delta.kernels.hopper.plans.padding import (
+    Padded,
+    PaddedResults,
+    new_padded,
+    padded,
+    pads,
+    run_narrow,
+    run_widen,
+)
 from flash_delta.kernels.hopper.plans.splits import loop_tile, loop_tiles, split_endless, split_length
 from flash_delta.kernels.hopper.plans.tape import Tape, new_loop_tape
-from flash_delta.kernels.hopper.scalar.backward import run as by_hand
+from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
 from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
 from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
@@ -78,7 +86,7 @@ def unsupported(problem: Problem) -> str | None:
     if (problem.HV > MOST_PROGRAMS or _scans_in_triton(problem)) and (reason := crowded(problem)) is not None:
         return reason
     if problem.gate == "channel":
-        return by_channel.unsupported(problem) or _unsupported_pool(problem)
+        return channel.unsupported(problem) or _unsupported_pool(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
     wide = padded(problem)
@@ -98,7 +106,7 @@ def _scans_in_triton(p: Problem) -> bool:
     """Whether kernels of ``triton`` may scan the states, forward or back."""
     if p.gate == "channel":
         return p.needs_grad or (p.batch_invariant and p.pool is None)
-    return p.needs_grad and by_hand.unsupported(p) is not None
+    return p.needs_grad and scalar_backward.unsupported(p) is not None
 
 
 def _unsupported_pool(p: Problem) -> str | None:
@@ -129,7 +137,7 @@ def _slow_padding(p: Problem) -> str | None:
     if min(p.K, p.V) < NARROWEST_PADDED:
         return f"heads of {_widths(p)} were not measured padded"
     by_copy_engine = p.K % 8 == 0 and p.V % 8 == 0 and max(p.K, p.V) > 64
-    if by_copy_engine and not (p.needs_grad and by_hand.unsupported(p) is None):
+    if by_copy_engine and not (p.needs_grad and scalar_backward.unsupported(p) is None):
         return f"heads of {_widths(p)} are worth copies only where the backward pass is by hand, too"
     return None
 
@@ -138,7 +146,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Empty tensors like those that ``forward`` saves. If columns run as heads, nothing is saved, since the backward
     pass needs whole heads. It computes everything again."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # not symbols: kernels are compiled for them
-    if p.gate == "channel" and not by_channel.saves(fixed):
+    if p.gate == "channel" and not channel.saves(fixed):
         return ()
     saved = _for_backward(padded(fixed))
     return () if saved is None else (saved.buffer,)
@@ -147,7 +155,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     check_states(p.op)
     if p.gate == "channel" and p.N * p.T:
-        return by_channel.forward(p, x, known)
+        return channel.forward(p, x, known)
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
     kind = LISTED if lists(p) else (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
@@ -172,8 +180,8 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         planned = () if maps is None else (maps,)
         chosen, kernels, spare = _prepare(p, x, wanted, saved, maps, chip)
         name, later = (*kind, *chosen), None
-        if saved is not None and by_hand.unsupported(p) is None:
-            later = partial(by_hand.later_call, p, x)
+        if saved is not None and scalar_backward.unsupported(p) is None:
+            later = partial(scalar_backward.later_call, p, x)
         elif lists(p._replace(N=2)):
             later = partial(_later_call, LISTED, p, x)
     with on(p.device):
@@ -208,7 +216,7 @@ def _prepare(
             run_loop(c, o_wide, final_wide, None if makes else r, A, *launched, trace=trace, tape=tape)
         if w is not None:
             run_segmented_scan(c, o_wide, final_wide, r, w, trace)
-        run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
+        run_narrow(given, PaddedResults((None, None, o_wide), final_wide), PaddedResults((None, None, o), final))
 
     spare = (rates, *_handed(segmented, tape, planned=maps is not None, saved=saved is not None), *made)
     return (length, tile, tape is None), kernels, spare
@@ -224,7 +232,7 @@ def _prepare_listed(p: Problem, x: Inputs, outputs: Outputs, chip: Chip) -> tupl
     def kernels(given: Call) -> None:
         c = run_widen(given, copies)
         run_listed_scan(c, o_wide, w, Slots(c.x.initial_state, None), final_wide)
-        run_narrow(given, Found((None, None, o_wide), final_wide), Found((None, None, o), final))
+        run_narrow(given, PaddedResults((None, None, o_wide), final_wide), PaddedResults((None, None, o), final))
 
     return kernels, (*w.memory, *made)
 
@@ -273,8 +281,8 @@ def backward(
     if made is not None:
         return gradients_of(x, made)
     if p.gate == "channel" and p.N * p.T:
-        return by_channel.backward(p, x, saved, do, dfinal, known)
-    if not saved or p.N * p.T == 0 or by_hand.unsupported(p) is not None:
+        return channel.backward(p, x, saved, do, dfinal, known)
+    if not saved or p.N * p.T == 0 or scalar_backward.unsupported(p) is not None:
         return triton.backward(p, x, (), do, dfinal, known)
     if pads(p):  # copies can be made of any layout
         given = triton.with_contiguous_vectors(x), do, dfinal
@@ -283,7 +291,7 @@ def backward(
     if not all(map(is_, given, (x, do, dfinal))):
         d = backward(p, given[0], saved, *given[1:], known)
         return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
-    made = by_hand.run_backward(p, x, saved, do, dfinal, known, _length(padded(p), chip_of(p.device)), name)
+    made = scalar_backward.run_backward(p, x, saved, do, dfinal, known, _length(padded(p), chip_of(p.device)), name)
     return gradients_of(x, made)
 
 
@@ -322,12 +330,12 @@ def _for_backward(p: Problem) -> Workspace | None:
     everything again, since it keeps A in another form."""
     if p.gate == "channel":
         return triton.for_backward(p)
-    return None if by_hand.unsupported(p) else by_hand.for_backward(p)
+    return None if scalar_backward.unsupported(p) else scalar_backward.for_backward(p)
 
 
 def _goes_back(p: Problem) -> bool:
     """Whether the backward pass is by hand."""
-    return p.needs_grad and by_hand.unsupported(p) is None
+    return p.needs_grad and scalar_backward.unsupported(p) is None
 
 
 def _length(p: Problem, chip: Chip) -> int | None:
@@ -362,7 +370,7 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
 def remark(p: Problem) -> str | None:
     """What `explain` says: whether sequences are split, which backend runs the backward pass, and how fine A is."""
     if p.gate == "channel":
-        return by_channel.remark(p) if p.pool is None else channel_prefill.remark(p)
+        return channel.remark(p) if p.pool is None else channel_prefill.remark(p)
     wide, said = padded(p), []
     if wide is not p:
         said.append(f"it pads heads of {_widths(p)} to {wide.K} columns, in copies of q, k, v and o")
@@ -380,7 +388,7 @@ def remark(p: Problem) -> str | None:
         number = -(-p.T // length)
         said.append(f"it scans sequences in segments of {length} tokens, up to {number} of them side by side")
     if p.needs_grad:
-        reason = by_hand.unsupported(p)
+        reason = scalar_backward.unsupported(p)
         if reason:
             said.append(f"its backward pass is that of 'triton', for which it saves nothing: {reason}")
         elif length is not None:

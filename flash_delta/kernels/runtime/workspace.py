@@ -80,7 +80,7 @@ class Residual(NamedTuple):
     U: Any  # [slots, HV, C, V']
 
 
-class Chain(NamedTuple):
+class StateGradients(NamedTuple):
     """The tensors that `scan_backward` writes."""
 
     dstates: Any  # [slots, HV, V'', K']; with a decay per channel divided by `state_unit`
@@ -110,7 +110,7 @@ class HeadGradients(NamedTuple):
     fallen: Any  # [slots, HV, K] float32: the strongest decay within a block of 16 tokens, in bits, at most 0
 
 
-class Deep(NamedTuple):
+class DeepChunks(NamedTuple):
     """The tensors that `chunk_back` of `hopper` writes for its second launch."""
 
     chunks: Any  # [slots, HV] int32: whether a channel of the chunk may decay by very much
@@ -184,9 +184,9 @@ def _layout(
         Factors: (None,) * 3 if gate == "channel" else (keys, square, vectors),
         Trace: (state, rows),
         Residual: (state, rows, rows),
-        Chain: (state, rows),
+        StateGradients: (state, rows),
         Scores: (square, square, vectors if gate == "scalar" else None),
-        Deep: (((HV,), torch.int32),),
+        DeepChunks: (((HV,), torch.int32),),
         HeadGradients: (key_heads, key_heads, *products) if gate == "channel" else (None,) * 5,
     }
     start, placed = 0, []

@@ -27,11 +27,11 @@ from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
 from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP, laid_out
 from flash_delta.kernels.runtime.launch import Kernels, again, remember, run
 from flash_delta.kernels.runtime.workspace import (
-    Chain,
     Channels,
     Factors,
     Residual,
     Solved,
+    StateGradients,
     Workspace,
     count_bytes,
 )
@@ -199,7 +199,7 @@ def _prepare_back(
     anew, kept = not saved, p.disable_recompute
     recompute = anew or not kept
     own = () if kept else (Factors, Channels, Residual)
-    memory = for_backward(p, *saved), Workspace(p, *own, Chain, *chunks.hands)
+    memory = for_backward(p, *saved), Workspace(p, *own, StateGradients, *chunks.hands)
     segments = new_segmented_back(p, split)
 
     def kernels(c: Call) -> None:

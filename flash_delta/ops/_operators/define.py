@@ -28,7 +28,7 @@ def take(x: Any, fields: type) -> list[Any]:
     return [getattr(x, name) for name in fields._fields]
 
 
-class Behind(NamedTuple):
+class BackwardArguments(NamedTuple):
     """The arguments of an operator's backward pass after its tensors."""
 
     saved: list[Tensor]
@@ -67,7 +67,7 @@ def define(
     if backward is None:
         return _define_low(name, hints, returned, run, fake, writes)
     *tensors, options, wish = hints.items()
-    arguments = dict([*tensors, ("behind", Behind), options, wish])
+    arguments = dict([*tensors, ("behind", BackwardArguments), options, wish])
     width, count, group = len(_opened(dict(tensors[:1]))), len(_opened(dict(tensors))), _grouping(hints)
 
     def run_backward(x: Sequence[Tensor | None], *more: Any) -> list[Tensor]:

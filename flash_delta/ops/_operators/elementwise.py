@@ -13,7 +13,7 @@ from flash_delta.backend import TORCH, is_seen_through
 from flash_delta.ops._backend import choose_backend, load_elementwise, refuse_disabled, wished
 from flash_delta.ops._check.elementwise import describe_convolution, describe_gate, describe_norm, describe_token
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._operators.define import Behind, define
+from flash_delta.ops._operators.define import BackwardArguments, define
 from flash_delta.ops._transforms import refuse_transforms
 from flash_delta.problem import (
     MOST_GATES,
@@ -77,7 +77,9 @@ def _fake_convolve(x: Convolved, fields: ConvolutionFields, backend: str | None)
     return [y, x.x.new_empty(p.N, p.D, p.W)] if p.output_final_state else [y]
 
 
-def _convolve_backward(x: Convolved, behind: Behind, fields: ConvolutionFields, backend: str | None) -> Convolved:
+def _convolve_backward(
+    x: Convolved, behind: BackwardArguments, fields: ConvolutionFields, backend: str | None
+) -> Convolved:
     known = _look_at(describe_convolution, x, fields, backend)
     return known.backend.convolve_backward(known.problem, x, behind.do, behind.dfinal, known)
 
@@ -101,7 +103,9 @@ def _normalize(x: Normalized, fields: NormFields, backend: str | None) -> list[T
     return [known.backend.normalize(known.problem, x, known)]
 
 
-def _normalize_backward(x: Normalized, behind: Behind, fields: NormFields, backend: str | None) -> Normalized:
+def _normalize_backward(
+    x: Normalized, behind: BackwardArguments, fields: NormFields, backend: str | None
+) -> Normalized:
     known = _look_at(describe_norm, x, fields, backend)
     return known.backend.normalize_backward(known.problem, x, behind.do, known)
 
@@ -115,7 +119,7 @@ def _fake_gate(x: Gated, fields: GateFields, backend: str | None) -> list[Tensor
     return [x.g.new_empty(x.g.shape, dtype=fields.output_dtype)]
 
 
-def _gate_backward(x: Gated, behind: Behind, fields: GateFields, backend: str | None) -> Gated:
+def _gate_backward(x: Gated, behind: BackwardArguments, fields: GateFields, backend: str | None) -> Gated:
     known = _look_at(describe_gate, x, fields, backend)
     return known.backend.gate_backward(known.problem, x, behind.do, known)
 

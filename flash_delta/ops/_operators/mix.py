@@ -21,7 +21,7 @@ from flash_delta.ops._mixing.parts import (
     mix_forward,
     split,
 )
-from flash_delta.ops._operators.define import Behind, define
+from flash_delta.ops._operators.define import BackwardArguments, define
 from flash_delta.problem import Inputs, Mixed, Problem
 
 
@@ -64,7 +64,7 @@ def _fake(x: Mixed, cu_seqlens_cpu: Tensor | None, fields: MixFields, backend: s
 
 
 def _run_backward(
-    x: Mixed, cu_seqlens_cpu: Tensor | None, behind: Behind, fields: MixFields, backend: str | None
+    x: Mixed, cu_seqlens_cpu: Tensor | None, behind: BackwardArguments, fields: MixFields, backend: str | None
 ) -> Mixed:
     known, problem = _look_at(x, cu_seqlens_cpu, fields, backend)
     needs = Mixed(*[True] * len(Mixed._fields))

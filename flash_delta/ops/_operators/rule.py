@@ -23,7 +23,7 @@ from flash_delta.ops._backend import choose_backend, load_backend
 from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._operators.define import Behind, define, take
+from flash_delta.ops._operators.define import BackwardArguments, define, take
 from flash_delta.problem import Inputs, KnownCall, Problem, Schema, marked
 
 Fields = NamedTuple("Fields", list(marked(Problem, Schema).items()))
@@ -55,7 +55,7 @@ def _fake(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, backend: str
 
 
 def _run_backward(
-    x: Inputs, cu_seqlens_cpu: Tensor | None, behind: Behind, fields: Fields, backend: str | None
+    x: Inputs, cu_seqlens_cpu: Tensor | None, behind: BackwardArguments, fields: Fields, backend: str | None
 ) -> Inputs:
     problem, known = _look_at(x, cu_seqlens_cpu, fields, backend)
     return backward(problem, known, x, tuple(behind.saved), behind.do, behind.dfinal)

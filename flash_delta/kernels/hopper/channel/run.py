@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.hopper.channel.backward import run as by_chunk
+from flash_delta.kernels.hopper.channel.backward import run as channel_backward
 from flash_delta.kernels.hopper.channel.forget import new_forgets, run_find_forgetting
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
@@ -23,7 +23,7 @@ from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.launch import Kernels, again, remember, run
-from flash_delta.kernels.runtime.workspace import Channels, Deep, Factors, Prepared, Solved, Workspace
+from flash_delta.kernels.runtime.workspace import Channels, DeepChunks, Factors, Prepared, Solved, Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks
 from flash_delta.kernels.triton.forward.scan import run_scan
@@ -34,7 +34,7 @@ from flash_delta.problem import Inputs, KnownCall, Outputs, Problem
 FORWARD = ("hopper", "channel")  # the kind of these calls
 
 
-class Parting(NamedTuple):
+class SequenceParts(NamedTuple):
     """How sequences are scanned in parts if gates forget."""
 
     forgets: Tensor  # for each part, except first ones, whether gates forget before it
@@ -82,7 +82,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     split, tile = plan_segments(p, chip_of(p.device)), _loop(p)
     handed = None if tile or p.writes_states else Workspace(p, Prepared)
     segments = None if tile else new_segmented_scan(p, split)
-    parting = Parting(new_forgets(p), _parts(p, split))
+    parting = SequenceParts(new_forgets(p), _parts(p, split))
     taped = tile == CHANNEL_WHOLE and needs_tape(p, chip_of(p.device).processors, CHANNEL_PACE)
     tape = new_channel_tape(p, chip_of(p.device), p.N) if taped else None
 
@@ -117,7 +117,7 @@ def backward(
 ) -> Inputs:
     """Gradients of every input."""
     given = _taken_back(x)
-    do = do if by_chunk.unsupported(p) is not None else described(do)
+    do = do if channel_backward.unsupported(p) is not None else described(do)
     return triton.backward_by(_chunks(p), p, given, saved, do, dfinal, known)
 
 
@@ -133,14 +133,14 @@ def _taken_back(x: Inputs) -> Inputs:
 
 def _chunks(p: Problem) -> Chunks:
     """The kernels that run before and after the scan of the backward pass."""
-    if by_chunk.unsupported(p) is None:
-        return Chunks("hopper", (Deep,), _prepare_again, by_chunk.find_gradients)
+    if channel_backward.unsupported(p) is None:
+        return Chunks("hopper", (DeepChunks,), _prepare_again, channel_backward.find_gradients)
     return CHUNKS._replace(name="hopper prepares", prepare=_prepare_again)
 
 
 def _found(p: Problem) -> str:
     """What `remark` says about the kernels after the scan back."""
-    reason = by_chunk.unsupported(p)
+    reason = channel_backward.unsupported(p)
     return ", and finds the gradients of chunks: " + reason if reason else ""
 
 
@@ -197,7 +197,7 @@ def _may_part(p: Problem) -> bool:
 
 def _prepare_and_scan(
     c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor,
-    segments: SegmentedScan | None, parting: Parting,
+    segments: SegmentedScan | None, parting: SequenceParts,
 ) -> None:  # fmt: skip
     groups = [] if saved is None else saved.views()
     if handed is None:
@@ -211,7 +211,7 @@ def _prepare_and_scan(
 
 def _scan(
     c: Call, handed: Workspace | None, saved: Workspace | None, o: Tensor, final: Tensor,
-    segments: SegmentedScan | None, parting: Parting,
+    segments: SegmentedScan | None, parting: SequenceParts,
 ) -> None:  # fmt: skip
     """Launches the kernels that scan the states. While compiling, it launches all that calls of other sizes need."""
     kept = [] if saved is None else c.parts(saved)

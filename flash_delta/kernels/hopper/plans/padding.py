@@ -33,7 +33,7 @@ class Padded(NamedTuple):
     dfinal: Tensor | None  # [N, HV, W, W] float32
 
 
-class Found(NamedTuple):
+class PaddedResults(NamedTuple):
     """The results of kernels, in that width or without the added columns. None if a result is not wanted."""
 
     rows: tuple[Tensor | None, Tensor | None, Tensor]  # dq and dk; o or dv
@@ -159,7 +159,7 @@ def run_widen(c: Call, copies: Padded | None) -> Call:
     return c._replace(p=padded(p), x=inside, more=(copies.do, copies.dfinal)[: len(c.more)])
 
 
-def run_narrow(c: Call, found: Found, wanted: Found) -> None:
+def run_narrow(c: Call, found: PaddedResults, wanted: PaddedResults) -> None:
     """Launches `narrow`, if heads are padded. ``c``: the original call. ``wanted`` is contiguous."""
     p = c.p
     if not pads(p):

@@ -14,7 +14,7 @@ from flash_delta.kernels.hopper.scalar.forward.loop import run_pool_loops
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.scalar.segments.cut import cut_prompts
 from flash_delta.kernels.hopper.scalar.segments.maps import run_find_starts
-from flash_delta.kernels.hopper.scalar.segments.memory import Parts, new_parts
+from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts, new_parts
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Chip, chip_of
@@ -27,7 +27,7 @@ class ListedScan(NamedTuple):
     rates: Tensor
     prompts: Tensor  # the list
     tape: Tape
-    parts: Parts | None  # None if no sequence of such heads is cut
+    parts: PromptParts | None  # None if no sequence of such heads is cut
 
     @property
     def memory(self) -> tuple[Tensor, ...]:

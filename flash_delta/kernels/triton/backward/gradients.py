@@ -36,7 +36,7 @@ from flash_delta.kernels.device.gates import head_gate_backward
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.workspace import Chain, Factors, Residual, Scores, Solved
+from flash_delta.kernels.runtime.workspace import Factors, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.tiles import WARP, tile
 from flash_delta.problem import Inputs
 
@@ -277,7 +277,7 @@ def run_query_gradients(
 
 
 def run_key_gradients(
-    c: Call, s: Solved, f: Factors, r: Residual, chain: Chain, d: Inputs, scores: Scores, t: Tile | None = None
+    c: Call, s: Solved, f: Factors, r: Residual, chain: StateGradients, d: Inputs, scores: Scores, t: Tile | None = None
 ) -> None:
     p, x = c.p, c.x
     pointers = (

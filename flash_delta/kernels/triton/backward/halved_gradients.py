@@ -44,7 +44,7 @@ from flash_delta.kernels.device.gates import (
 from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.workspace import Chain, HeadGradients, Residual, Scores, Solved
+from flash_delta.kernels.runtime.workspace import HeadGradients, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.tiles import tile
 from flash_delta.problem import Problem
 
@@ -342,8 +342,8 @@ def needs_halving(p: Problem) -> bool:
 
 
 def run_halved_gradients(
-    c: Call, s: Solved, r: Residual, chain: Chain, do: Tensor, scores: Scores, heads: HeadGradients, dg: Tensor,
-    dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
+    c: Call, s: Solved, r: Residual, chain: StateGradients, do: Tensor, scores: Scores, heads: HeadGradients,
+    dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
 ) -> None:  # fmt: skip
     """Computes the same as `run_channel_gradients`. In bfloat16 it runs after that, and computes only the channels that
     were left to it."""

@@ -35,7 +35,7 @@ from flash_delta.kernels.device.chunk import (
 from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.workspace import Chain, Channels, HeadGradients, Residual, Scores, Solved
+from flash_delta.kernels.runtime.workspace import Channels, HeadGradients, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.forward.factor import decay, load_gate
 from flash_delta.kernels.triton.tiles import tile
 from flash_delta.problem import Inputs
@@ -193,7 +193,7 @@ def pairs(
 
 
 def run_pairs(
-    c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, do: Tensor, d: Inputs, scores: Scores,
+    c: Call, ch: Channels, s: Solved, r: Residual, chain: StateGradients, do: Tensor, d: Inputs, scores: Scores,
     heads: HeadGradients, t: Tile | None = None,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x

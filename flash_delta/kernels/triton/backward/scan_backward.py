@@ -39,7 +39,7 @@ from flash_delta.kernels.device.chunk import (
 from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, state_unit, states, strides
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
+from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients
 from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
 from flash_delta.kernels.triton.forward.scan import find_tokens, load_rates, load_state, scan, store_state
 from flash_delta.kernels.triton.forward.scan_launches import copies, maps, readers
@@ -154,7 +154,7 @@ def scan_backward(
 
 
 def run_scan_backward(
-    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: Chain,
+    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: StateGradients,
     dinitial: Tensor | None, *choice: Tile, recompute: bool,
 ) -> None:  # fmt: skip
     """``recompute``: additional programs also write ``r``."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.arguments import every, states
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.workspace import Chain, Channels, Factors, Residual, Solved
+from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients
 from flash_delta.kernels.triton.backward.scan_backward import launch_scan_backward
 from flash_delta.kernels.triton.forward.segments import (
     SegmentedScan,
@@ -56,7 +56,7 @@ def memory_of(w: SegmentedBack | None) -> tuple[Tensor, ...]:
 
 
 def run_segmented_back(
-    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: Chain,
+    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: StateGradients,
     dinitial: Tensor | None, w: SegmentedBack | None, *, recompute: bool,
 ) -> None:  # fmt: skip
     """Does the same as `run_scan_backward`. Without ``w`` it does nothing. While compiling it compiles everything that
@@ -84,8 +84,8 @@ def run_ends(c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, dfinal: T
 
 
 def run_segments_back(
-    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, chain: Chain, dinitial: Tensor | None,
-    w: SegmentedBack, *, recompute: bool,
+    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, chain: StateGradients,
+    dinitial: Tensor | None, w: SegmentedBack, *, recompute: bool,
 ) -> None:  # fmt: skip
     p, length = c.p, w.scan.split.length
     ends = (w.scan.starts, w.ends, *r, *chain, dinitial)

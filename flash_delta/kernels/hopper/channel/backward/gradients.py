@@ -63,7 +63,7 @@ from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, stri
 from flash_delta.kernels.runtime.arguments import constants_of, state_unit
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
-from flash_delta.kernels.runtime.workspace import Chain, Channels, Deep, Residual, Solved
+from flash_delta.kernels.runtime.workspace import Channels, DeepChunks, Residual, Solved, StateGradients
 from flash_delta.problem import Inputs
 
 # In registers, of eight warps.
@@ -373,7 +373,16 @@ def chunk_back(
 
 
 def run_chunk_back(
-    c: Call, ch: Channels, s: Solved, r: Residual, chain: Chain, deep: Deep, do: Tensor, d: Inputs, *, rest: bool
+    c: Call,
+    ch: Channels,
+    s: Solved,
+    r: Residual,
+    chain: StateGradients,
+    deep: DeepChunks,
+    do: Tensor,
+    d: Inputs,
+    *,
+    rest: bool,
 ) -> None:
     """Launches `chunk_back` for all of ``d`` except the initial state's gradient. Those of A_log and dt_bias are per
     chunk, [slots, HV, K]. ``rest``: for the chunks that the launch without it has left out. With a bound there are

@@ -26,7 +26,7 @@ from flash_delta.kernels.hopper.scalar.backward.memory import (
     THROUGH,
     WRITES,
     Gates,
-    Parts,
+    GradientLines,
     count_lines,
 )
 from flash_delta.kernels.hopper.scalar.forward.rates import TINY
@@ -139,7 +139,7 @@ def finish(
         store_gate(sums, given, row, hv, head, token, stop, T, all_strides, HV, C, RAW_GATE, HAS_BIAS)
 
 
-def run_finish(c: Call, gates: Gates, norms: Tensor | None, parts: Parts, d: Inputs) -> None:
+def run_finish(c: Call, gates: Gates, norms: Tensor | None, parts: GradientLines, d: Inputs) -> None:
     p, x, slots = c.p, c.x, count_slots(c.p)
     pointers = (
         x.g, x.A_log, x.dt_bias, *gates, parts.lines, x.cu_seqlens, d.v, d.g, d.beta, d.A_log,

@@ -13,8 +13,8 @@ from flash_delta.kernels.hopper.scalar.forward.rates import new_rates
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.problem import Problem
 
-# The lines of `Parts.lines` for one chunk and value head, 64 float32 numbers each. Except in THROUGH these are numbers
-# of tokens.
+# The lines of `GradientLines.lines` for one chunk and value head, 64 float32 numbers each. Except in THROUGH these are
+# numbers of tokens.
 READS = gl.constexpr(0)  # <q, dq> + <k, dk>, of the parts by which queries read and keys erase S0
 ERASED = gl.constexpr(1)  # <dV, U>, which is b^2 dbeta
 TAKEN = gl.constexpr(2)  # sums over j of <dV_i, U_j> L_ij: `finish` uses it if b_i is tiny
@@ -36,7 +36,7 @@ class Gates(NamedTuple):
     decays: Any  # [slots, HV, C] float32: log decays; None without a raw gate
 
 
-class Parts(NamedTuple):
+class GradientLines(NamedTuple):
     """What `scan_gradients` leaves for `sum_heads` and `finish`."""
 
     dq: Tensor  # [B, T, HV, K]: of every value head, and not yet taken back through a norm
@@ -63,10 +63,10 @@ def new_gates(p: Problem) -> Gates:
     return Gates(new_rates(p), decays)
 
 
-def new_parts(p: Problem) -> Parts:
+def new_parts(p: Problem) -> GradientLines:
     dq, dk = (torch.empty(p.B, p.T, p.HV, p.K, dtype=p.dtype, device=p.device) for _ in range(2))
     lines = torch.empty(count_slots(p), p.HV, count_lines(p.V), C, dtype=torch.float32, device=p.device)
-    return Parts(dq, dk, lines)
+    return GradientLines(dq, dk, lines)
 
 
 def new_tapes(p: Problem, chip: Chip) -> Tapes:

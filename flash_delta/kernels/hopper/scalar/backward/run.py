@@ -8,7 +8,7 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.plans.padding import (
     WIDTHS,
-    Found,
+    PaddedResults,
     gradients_in,
     new_padded,
     padded,
@@ -22,7 +22,7 @@ from flash_delta.kernels.hopper.scalar.backward.finish import run_finish
 from flash_delta.kernels.hopper.scalar.backward.memory import (
     Ends,
     Gates,
-    Parts,
+    GradientLines,
     Tapes,
     new_ends,
     new_gates,
@@ -45,7 +45,7 @@ from flash_delta.kernels.triton.backward.results import new_gradients, summing
 from flash_delta.problem import Inputs, KnownCall, Problem
 
 
-class Left(NamedTuple):
+class ForwardLeft(NamedTuple):
     """What the forward pass has left."""
 
     trace: bool
@@ -136,9 +136,9 @@ def prepare_back(
             forms = [(new_segmented_scan(one, n, saved.A), new_ends(one, n), of_form) for n, of_form in each]
         for form in forms:
             memory = gates, *form, trace, parts
-            left = Left(trace=bool(kept), maps=bool(maps) and not every(c))
+            left = ForwardLeft(trace=bool(kept), maps=bool(maps) and not every(c))
             run_kernels(wide, saved.norms, memory, left, do, dfinal, d)
-        run_narrow(c, *(Found((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
+        run_narrow(c, *(PaddedResults((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
 
     made = () if copies is None else (*copies, d.q, d.k, d.v, d.initial_state)
     made += tuple(t for tape in tapes if tape is not None for t in tape.memory)
@@ -147,8 +147,8 @@ def prepare_back(
 
 
 def run_kernels(
-    c: Call, norms: Tensor | None, memory: tuple[Gates, SegmentedScan, Ends, Tapes, Trace, Parts], left: Left,
-    do: Tensor, dfinal: Tensor | None, d: Inputs,
+    c: Call, norms: Tensor | None, memory: tuple[Gates, SegmentedScan, Ends, Tapes, Trace, GradientLines],
+    left: ForwardLeft, do: Tensor, dfinal: Tensor | None, d: Inputs,
 ) -> None:  # fmt: skip
     """Launches all kernels, except those whose results the forward pass has left."""
     gates, w, between, tapes, trace, parts = memory

@@ -50,7 +50,7 @@ from flash_delta.kernels.hopper.plans import boxes
 from flash_delta.kernels.hopper.plans.tape import Tape
 from flash_delta.kernels.hopper.plans.tiles import FIND_ENDS, FINE_SCAN_GRADIENTS, SCAN_GRADIENTS
 from flash_delta.kernels.hopper.scalar.backward.gradient_role import gradient_role
-from flash_delta.kernels.hopper.scalar.backward.memory import Parts, count_lines
+from flash_delta.kernels.hopper.scalar.backward.memory import GradientLines, count_lines
 from flash_delta.kernels.hopper.scalar.backward.state_role import state_role
 from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan
 from flash_delta.kernels.runtime.arguments import constants_of
@@ -193,7 +193,7 @@ def scan_gradients(
 
 def run_scan_gradients(
     c: Call, rates: Tensor, w: SegmentedScan, trace: Trace, do: Tensor, after: Tensor | None, ends: Tensor | None,
-    parts: Parts, d: Inputs, tape: Tape | None = None,
+    parts: GradientLines, d: Inputs, tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """Launches `scan_gradients` for all gradients. ``after``: the gradient of the final states. ``ends``: the gradient
     of the states at the ends of segments, or None if sequences are not split."""

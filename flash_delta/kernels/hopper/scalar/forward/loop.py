@@ -68,7 +68,7 @@ from flash_delta.kernels.hopper.plans.tape import Tape, new_tape, run_lay_tape
 from flash_delta.kernels.hopper.plans.tiles import NARROW, LoopTile, Pace, count_programs, pool_loops
 from flash_delta.kernels.hopper.scalar.forward.factor_role import factor_role
 from flash_delta.kernels.hopper.scalar.forward.rate_role import rate_role
-from flash_delta.kernels.hopper.scalar.segments.memory import Parts
+from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts
 from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
@@ -295,8 +295,8 @@ def forward_loop(
 
 
 def run_pool_loops(
-    c: Call, o: Tensor, rates: Tensor, prompts: Tensor, tape: Tape, parts: Parts | None, slots: Slots, final: Tensor,
-    *choice: LoopTile,
+    c: Call, o: Tensor, rates: Tensor, prompts: Tensor, tape: Tape, parts: PromptParts | None, slots: Slots,
+    final: Tensor, *choice: LoopTile,
 ) -> None:  # fmt: skip
     """Launches the loop for sequences that the device lists, once for every tile that their number may select. States
     are read from ``slots.state_pool``, or are zeros, and written to ``final``: the same pool, or a slot for each

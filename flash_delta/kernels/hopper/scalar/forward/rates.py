@@ -44,7 +44,7 @@ from flash_delta.kernels.hopper.plans.prompt_list import find_slots, is_short, w
 from flash_delta.kernels.hopper.plans.tape import NUMBERS as OF_TAPE
 from flash_delta.kernels.hopper.plans.tape import Tape, lay, most_programs
 from flash_delta.kernels.hopper.plans.tiles import RATES, RATES_OF_ROWS
-from flash_delta.kernels.hopper.scalar.segments.memory import Parts
+from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, table, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import next_power_of_2
@@ -157,7 +157,7 @@ def new_rates(p: Problem) -> Tensor:
 
 def run_rates(
     c: Call, o: Tensor, out: Tensor, saved: ForBackward | None = None, prompts: Tensor | None = None,
-    slots: Slots = NO_SLOTS, tape: Tape | None = None, parts: Parts | None = None,
+    slots: Slots = NO_SLOTS, tape: Tape | None = None, parts: PromptParts | None = None,
 ) -> None:  # fmt: skip
     """Launches `rates`. ``saved``: what the backward pass needs. ``prompts``, ``tape``, ``parts``: on a pool with
     ``slots``."""

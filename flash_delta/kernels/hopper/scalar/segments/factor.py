@@ -28,7 +28,7 @@ from flash_delta.kernels.hopper.device.rings import barriers, load_box, load_rat
 from flash_delta.kernels.hopper.device.segment_bounds import find_segment, part_length
 from flash_delta.kernels.hopper.plans.boxes import inverses, lines, ragged, token_stride
 from flash_delta.kernels.hopper.plans.tiles import FACTOR, FACTOR_PROGRAMS, MEMBERS
-from flash_delta.kernels.hopper.scalar.segments.memory import Parts, SegmentedScan
+from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts, SegmentedScan
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -119,12 +119,12 @@ def factor_chunks(
     tma.store_wait(0)
 
 
-def run_factor_chunks(c: Call, rates: Tensor, w: SegmentedScan | Parts) -> None:
+def run_factor_chunks(c: Call, rates: Tensor, w: SegmentedScan | PromptParts) -> None:
     p, x = c.p, c.x
     group, slots = p.HV // p.H, count_slots(p)
     members = gcd(group, MEMBERS)
     parts, cut, programs = None, None, slots
-    if isinstance(w, Parts):
+    if isinstance(w, PromptParts):
         parts, cut = w.listed, tuple(w.cut)
         programs = min(slots, max(1, FACTOR_PROGRAMS * c.shape.chip.processors * members // p.HV))
     arguments = (

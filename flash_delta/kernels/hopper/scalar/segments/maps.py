@@ -47,7 +47,7 @@ from flash_delta.kernels.hopper.plans.tape import Tape
 from flash_delta.kernels.hopper.plans.tiles import MAPS, compose_tile
 from flash_delta.kernels.hopper.scalar.segments.cut import MOST_PARTS
 from flash_delta.kernels.hopper.scalar.segments.factor import run_factor_chunks
-from flash_delta.kernels.hopper.scalar.segments.memory import HALF, Parts, SegmentedScan
+from flash_delta.kernels.hopper.scalar.segments.memory import HALF, PromptParts, SegmentedScan
 from flash_delta.kernels.runtime import arguments
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
@@ -302,7 +302,9 @@ def run_find_maps(c: Call, rates: Tensor, w: SegmentedScan) -> None:
     _find_maps(c, rates, w, given, (None, None, w.length), slots, INITIAL=started)
 
 
-def run_find_starts(c: Call, rates: Tensor, prompts: Tensor, tape: Tape, w: Parts, slots: Slots, final: Tensor) -> None:
+def run_find_starts(
+    c: Call, rates: Tensor, prompts: Tensor, tape: Tape, w: PromptParts, slots: Slots, final: Tensor
+) -> None:
     """Finds the state that every part of a prompt starts from. ``slots``, ``final``: as `run_pool_loops` takes them."""
     p, lists = c.p, (prompts, w.listed)
     states = final if slots.state_pool is None else slots.state_pool
@@ -316,8 +318,8 @@ def run_find_starts(c: Call, rates: Tensor, prompts: Tensor, tape: Tape, w: Part
 
 
 def _find_maps(
-    c: Call, rates: Tensor, w: SegmentedScan | Parts, given: tuple[Descriptor, Descriptor], listed: tuple, count: int,
-    **own: bool,
+    c: Call, rates: Tensor, w: SegmentedScan | PromptParts, given: tuple[Descriptor, Descriptor], listed: tuple,
+    count: int, **own: bool,
 ) -> None:  # fmt: skip
     """``given``: of the first states, and of where B goes. ``listed``: two lists of prompts, or the tokens of a
     segment. ``count``: of segments."""

@@ -23,7 +23,7 @@ class SegmentedScan(NamedTuple):
     starts: Tensor | None  # [slots of segments, HV, V, K] float32
 
 
-class Parts(NamedTuple):
+class PromptParts(NamedTuple):
     """How prompts on a pool are cut into parts, the list of these parts, and what finds the states that they start
     from. These states are behind those that programs hand over (plans/tape.py)."""
 
@@ -64,7 +64,7 @@ def new_inverses(p: Problem) -> Tensor:
     return torch.empty(count_slots(p), p.HV, 3, C, C // 2, dtype=p.dtype, device=p.device)
 
 
-def new_parts(p: Problem, processors: int, starts: int | None = None) -> Parts | None:
+def new_parts(p: Problem, processors: int, starts: int | None = None) -> PromptParts | None:
     """Memory for prompts in parts. None if no prompt of such heads is cut. ``starts``: by default as many as there may
     be in the call."""
     cut = cut_prompts(p, processors)
@@ -74,9 +74,9 @@ def new_parts(p: Problem, processors: int, starts: int | None = None) -> Parts |
     numbers = -(-(2 + 5 * (p.N + starts)) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
     listed = torch.empty(numbers, dtype=torch.int32, device=p.device)
     if starts == 0:
-        return Parts(cut, 0, 0, listed, None, None)
+        return PromptParts(cut, 0, 0, listed, None, None)
     Phi = torch.empty(starts, p.HV, 2, p.K, p.K, dtype=torch.bfloat16, device=p.device)
-    return Parts(cut, starts, prompts, listed, new_inverses(p), Phi)
+    return PromptParts(cut, starts, prompts, listed, new_inverses(p), Phi)
 
 
 def new_segmented_scan(
