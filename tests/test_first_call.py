@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.compiler.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime._allocation import NullAllocator, _allocator
 
 from flash_delta import chunk_delta_rule
 from flash_delta.kernels.runtime import launch, turns
@@ -52,12 +53,29 @@ def test_one_that_fails_leaves_its_turn():
     assert turns._in_turn(threading.get_ident)() == threading.get_ident()
 
 
-def test_both_languages_take_turns_once():
-    turns.take_turns()
-    made = ASTSource.make_ir, GluonASTSource.make_ir
-    turns.take_turns()
-    assert made == (ASTSource.make_ir, GluonASTSource.make_ir)
-    assert all(hasattr(make, "__wrapped__") and not hasattr(make.__wrapped__, "__wrapped__") for make in made)
+def test_both_languages_take_turns_and_triton_is_afterwards_as_it_was(monkeypatch):
+    before = ASTSource.make_ir, GluonASTSource.make_ir
+    with pytest.raises(ValueError, match="no code"), turns.taking_turns():
+        assert tuple(make.__wrapped__ for make in (ASTSource.make_ir, GluonASTSource.make_ir)) == before
+        raise ValueError("no code")
+    assert before == (ASTSource.make_ir, GluonASTSource.make_ir)
+    with turns.taking_turns():
+        monkeypatch.setattr(ASTSource, "make_ir", len)
+    assert (ASTSource.make_ir, GluonASTSource.make_ir) == (len, before[1]), "what other code has set stays"
+
+
+def test_an_allocator_is_set_for_a_launch_only_and_never_instead_of_the_callers():
+    assert isinstance(_allocator.get(), NullAllocator)
+    with launch._memory_for_descriptors():
+        assert _allocator.get() is launch._scratch
+    assert isinstance(_allocator.get(), NullAllocator)
+    before = _allocator.set(len)
+    try:
+        with launch._memory_for_descriptors():
+            assert _allocator.get() is len
+        assert _allocator.get() is len
+    finally:
+        _allocator.reset(before)
 
 
 def test_no_garbage_is_collected_in_a_turn():

@@ -7,7 +7,7 @@ calls like it have left.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from itertools import accumulate
 from operator import is_
@@ -15,9 +15,9 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime._allocation import NullAllocator, _allocator
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.calls import Call, keep, profiled
@@ -27,7 +27,7 @@ from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make
 from flash_delta.kernels.runtime.forbid import Refused, difference
 from flash_delta.kernels.runtime.profiling import tell
 from flash_delta.kernels.runtime.together import compile_together
-from flash_delta.kernels.runtime.turns import take_turns
+from flash_delta.kernels.runtime.turns import taking_turns
 from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
 
 Kernels = Callable[[Call], None]
@@ -89,9 +89,8 @@ def _compile(*calls: tuple[Call, Kernels]) -> None:
         wanted: dict[tuple, partial] = {}
         for c, kernels in calls:
             kernels(c._replace(direct=False, compiling=wanted))
-        take_turns()
         names = sorted(wanted, key=lambda name: _size(wanted[name]), reverse=True)
-        with _explained(calls[0][0]):
+        with _explained(calls[0][0]), taking_turns():
             found = compile_together([wanted[name] for name in names], beside=_load)
         _compiled.update(zip(names, found, strict=True))
         _ready.update(c.shape.key for c, _ in calls)
@@ -178,10 +177,22 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> None:
         compiled = compiled_as(_name(c, kernel, plan))
         c.steps.append(make_step(compiled, plan.grid, (*values, *plan.constants.values())))
     else:
-        if plan.tile.tma:
-            triton.set_allocator(_scratch)
         kernel.launch_metadata = tell
-        kernel[plan.grid](*values, **plan.constants, **_options(plan))
+        with _memory_for_descriptors() if plan.tile.tma else nullcontext():
+            kernel[plan.grid](*values, **plan.constants, **_options(plan))
+
+
+@contextmanager
+def _memory_for_descriptors() -> Iterator[None]:
+    """A context in which Triton has an allocator. If the caller has set one, it is the caller's."""
+    if not isinstance(_allocator.get(), NullAllocator):
+        yield
+        return
+    before = _allocator.set(_scratch)
+    try:
+        yield
+    finally:
+        _allocator.reset(before)
 
 
 def compiled_as(name: tuple) -> Any:

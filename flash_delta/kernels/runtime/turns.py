@@ -9,7 +9,7 @@ new objects of Triton again and again, which takes an eighth of the time (docs/n
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from threading import RLock
 from typing import Any
 
@@ -19,11 +19,20 @@ from triton.experimental.gluon._runtime import GluonASTSource
 _turn = RLock()
 
 
-@cache
-def take_turns() -> None:
-    """Switches turns on, in this process."""
-    for source in (ASTSource, GluonASTSource):
-        source.make_ir = _in_turn(source.make_ir)
+@contextmanager
+def taking_turns() -> Iterator[None]:
+    """A context in which threads take turns. Only one may be entered at a time. Afterwards Triton is as it was, unless
+    other code has changed it meanwhile."""
+    before = {source: source.make_ir for source in (ASTSource, GluonASTSource)}
+    ours = {source: _in_turn(make) for source, make in before.items()}
+    for source, make in ours.items():
+        source.make_ir = make
+    try:
+        yield
+    finally:
+        for source, make in before.items():
+            if source.make_ir is ours[source]:
+                source.make_ir = make
 
 
 @contextmanager
