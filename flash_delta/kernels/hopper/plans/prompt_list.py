@@ -67,7 +67,7 @@ def write_prompt_list(
     the slot that the prompt reads.
     cutting: how prompts are cut (the three numbers of `cut_prompt`), how many starts there is room for, and how many
     other states there are before them in memory."""
-    count, starts, prompts = N * 0, N * 0, N * 0
+    count, starts, several = N * 0, N * 0, N * 0
     for i in range(0, N, 128):
         at = i + tl.arange(0, 128)
         n = tl.minimum(at, N - 1)
@@ -102,14 +102,14 @@ def write_prompt_list(
                 tl.store(to + 2, tl.where(begun > 0, before + (s + j) * HV, -1), mask=known)
                 tl.store(parts + 5 * (s + j) + 5, m, mask=j < begun)
             cuts = (begun > 0).to(tl.int32)
-            tl.store(parts + 5 * (prompts + tl.cumsum(cuts, 0) - cuts) + 6, s, mask=cuts > 0)
+            tl.store(parts + 5 * (several + tl.cumsum(cuts, 0) - cuts) + 6, s, mask=cuts > 0)
             count += tl.sum(number, 0)
             starts += tl.sum(begun, 0)
-            prompts += tl.sum(cuts, 0)
+            several += tl.sum(cuts, 0)
     tl.store(prompts, count)
     if parts is not None:
         tl.store(parts, starts)
-        tl.store(parts + 1, prompts)
+        tl.store(parts + 1, several)
 
 
 @triton.jit

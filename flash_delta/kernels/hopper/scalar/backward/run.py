@@ -115,15 +115,14 @@ def prepare_back(
     p, copies = padded(given), new_padded(given, x, *outer)
     d = found if copies is None else gradients_in(copies, found)
     forward, maps = for_backward(p, saved[0]), saved[1:]
-    saved, *kept = forward.views()
+    solved, *kept = forward.views()
     gates, parts, between = new_gates(p), new_parts(p), new_ends(p, length)
     anew = () if kept else (Workspace(p, Trace),)
     (trace,) = kept or anew[0].views()
-    segmented = (
-        SegmentedScan(length, saved.A, None, *maps_in(p, length, *maps))
-        if maps
-        else new_segmented_scan(p, length, saved.A)
-    )
+    if maps:
+        segmented = SegmentedScan(length, solved.A, None, *maps_in(p, length, *maps))
+    else:
+        segmented = new_segmented_scan(p, length, solved.A)
 
     def kernels(c: Call) -> None:
         wide = run_widen(c, copies)
@@ -133,11 +132,11 @@ def prepare_back(
             one = p._replace(N=1, T=1)
             every_tape = Tapes(*(new_tape(one, 1, Pace(1)) for _ in tapes))
             each = (None, NO_TAPES), (None, every_tape), (C, NO_TAPES)
-            forms = [(new_segmented_scan(one, n, saved.A), new_ends(one, n), of_form) for n, of_form in each]
+            forms = [(new_segmented_scan(one, n, solved.A), new_ends(one, n), of_form) for n, of_form in each]
         for form in forms:
             memory = gates, *form, trace, parts
             left = ForwardLeft(trace=bool(kept), maps=bool(maps) and not every(c))
-            run_kernels(wide, saved.norms, memory, left, do, dfinal, d)
+            run_kernels(wide, solved.norms, memory, left, do, dfinal, d)
         run_narrow(c, *(PaddedResults((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
 
     made = () if copies is None else (*copies, d.q, d.k, d.v, d.initial_state)
