@@ -57,27 +57,28 @@ def store_maps(inverted, tile, sD):
 
 @gluon.jit
 def factor_role(sD, made, bars, work, HV: gl.constexpr, BOUNDED: gl.constexpr, PACKED: gl.constexpr):
-    """``made`` and ``bars``: as in `gate_role`. sD: as in `invert`."""
-    rows, columns, maps, norms, strengths = made[0], made[1], made[2], made[3], made[4]
-    tiled, ready = bars[3], bars[4]
-    NX: gl.constexpr = rows.shape[0]
+    """Makes A and P. ``made``: `StepFactors`. sD: as in `invert`."""
+    NX: gl.constexpr = made.rows.shape[0]
     zero = gl.zeros([2 * STEP, STEP], gl.float32, NARROW_ROWS)
     t = 0
     pieces = find_work(work, HV)
     for piece in range(pieces[0], pieces[1], pieces[2]):
-        _, _, _, _, _, token, _, end = find_part(piece, pieces, work, HV, PACKED)
-        while token < end:
+        part = find_part(piece, pieces, work, HV, PACKED)
+        token = part.first
+        while token < part.end:
             x = t % NX
-            mbarrier.wait(tiled.index(x), (t // NX) & 1)  # signalled by the gate group: rows and columns are there
-            scores = warpgroup_mma(rows.index(x), columns.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)
+            mbarrier.wait(bars.tiled.index(x), (t // NX) & 1)  # signalled by the gate group: rows and columns are there
+            scores = warpgroup_mma(
+                made.rows.index(x), made.columns.index(x).permute([1, 0]), zero, use_acc=False, is_async=True
+            )
             scores = warpgroup_mma_wait(0, deps=[scores])
-            inverted = invert_own(scores, norms.index(x), strengths.index(x), sD)
+            inverted = invert_own(scores, made.norms.index(x), made.strengths.index(x), sD)
             barrier()  # all warps of the factor group: transposed inverses are there
-            store_maps(inverted, maps.index(x), sD)
+            store_maps(inverted, made.maps.index(x), sD)
             fence_async_shared()
             if BOUNDED:
                 token += STEP
             else:
-                token += gl.where(is_last(made[7].index(x)), STEP, 0)
-            mbarrier.arrive(ready.index(x), count=1)
+                token += gl.where(is_last(made.flags.index(x)), STEP, 0)
+            mbarrier.arrive(bars.ready.index(x), count=1)
             t += 1

@@ -64,7 +64,7 @@ def find_forgetting(
     if PACKED:
         n = n * 0
     begin = part * part_length(size, parts)
-    constants = constants_of_head(hv, (A_log, dt_bias, lower_bound), RAW_GATE, BOUNDED)
+    constants = constants_of_head(hv, A_log, dt_bias, lower_bound, RAW_GATE, BOUNDED)
     found = gl.where(begin >= size, 1, 0)
     if (begin < size) & (begin >= EARLY):
         places = g_batch, g_strides, (n + 0).to(gl.int64), hv

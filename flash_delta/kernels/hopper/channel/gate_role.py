@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flash_delta.kernels.device.gates import BITS, gate_constants, log_decays
 from flash_delta.kernels.hopper.channel.gates import FADED_DECAY, add, rest_living
 from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
+from flash_delta.kernels.hopper.channel.roles import Tiles
 from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
 from flash_delta.kernels.hopper.device.gluon_compat import barrier
 from flash_delta.kernels.hopper.device.layouts import THREADS
@@ -41,9 +42,8 @@ UP = gl.constexpr(114)  # added to exponents of 2, and subtracted again
 
 
 @gluon.jit
-def constants_of_head(hv, numbers, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+def constants_of_head(hv, A_log, dt_bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """The numbers of a value head that `log_decays` needs."""
-    A_log, dt_bias, lower_bound = numbers[0], numbers[1], numbers[2]
     c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
     A, bias = lower_bound * 0.0, gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, SUMS))
     if A_log is not None:
@@ -54,14 +54,13 @@ def constants_of_head(hv, numbers, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr
 
 
 @gluon.jit
-def load_strengths(numbers, row, hv, start, token, length):
+def load_strengths(gate, row, hv, start, token, length):
     """beta of 32 tokens as given, twice; 0 after the sequence's end. Without beta it is 1."""
-    beta, beta_batch, beta_strides = numbers[4], numbers[5], numbers[6]
     i = gl.arange(0, 2 * STEP, layout=THREADS) % STEP
     b = gl.full([2 * STEP], 1.0, gl.float32, THREADS)
-    if beta is not None:
-        at = ((i * 0).to(gl.int64) + row) * beta_batch + (start + token + i).to(gl.int64) * beta_strides[0]
-        b = gl.load(beta + (at + hv * beta_strides[1]), mask=token + i < length, other=0.0).to(gl.float32)
+    if gate.beta is not None:
+        at = ((i * 0).to(gl.int64) + row) * gate.beta_batch + (start + token + i).to(gl.int64) * gate.beta_strides[0]
+        b = gl.load(gate.beta + (at + hv * gate.beta_strides[1]), mask=token + i < length, other=0.0).to(gl.float32)
     return b
 
 
@@ -72,19 +71,17 @@ def is_in(i, first, end):
 
 @gluon.jit
 def store_vectors(
-    tiles, vectors, b, first, end, numbers, NORM: gl.constexpr, RAW_BETA: gl.constexpr, PIECE: gl.constexpr
+    tiles, norms, strengths, b, first, end, gate, NORM: gl.constexpr, RAW_BETA: gl.constexpr, PIECE: gl.constexpr
 ):  # fmt: skip
     """Stores norms of k, and then those of q with the scale; and b, twice. For tokens before ``first`` and from ``end``
     on b is 0. In a piece their norms of q are 0, too."""
-    sq, sk, _ = tiles
-    norms, strengths = vectors
-    scale, beta_top = numbers[3], numbers[7]
+    scale = gate.scale
     both = gl.arange(0, 2 * STEP, layout=THREADS)
     if RAW_BETA:
-        b = beta_top / (1.0 + gl.exp2(b * -BITS))
+        b = gate.beta_top / (1.0 + gl.exp2(b * -BITS))
     strengths.store(gl.where(is_in(both % STEP, first, end), b, 0.0).reshape([1, 2 * STEP]))
     if NORM:
-        lengths = gl.rsqrt(squared_lengths_of_two(sk, sq) + 1e-6)
+        lengths = gl.rsqrt(squared_lengths_of_two(tiles.k, tiles.q) + 1e-6)
         of_q = gl.arange(0, 2, layout=gl.SliceLayout(1, lengths.type.layout))[:, None] == 1
         i = gl.arange(0, STEP, layout=gl.SliceLayout(0, lengths.type.layout))[None, :]
         lengths *= gl.where(of_q, gl.where(is_in(i, first, end), scale, 0.0) if PIECE else scale, 1.0)
@@ -139,15 +136,15 @@ def before(total, rest):
 
 
 @gluon.jit
-def store_tiles(sq, sk, s, totals, rows, columns):
+def store_tiles(tiles, s, totals, rows, columns):
     """Stores rows and columns. There is one store for all rows, because a second one would wait for the first."""
     first = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None] == 0
     total, rest = both_totals(totals, SUMS)
     n = before(total, rest) + UP
     s += (gl.where(first, 0.0, total) + UP * 1.0).expand_dims(1)
-    e, kk = gl.exp2(s) * power(n * -1).expand_dims(1), take(sk, 0)
+    e, kk = gl.exp2(s) * power(n * -1).expand_dims(1), take(tiles.k, 0)
     put(columns, 0, kk * (gl.exp2(s * -1.0) * power(n).expand_dims(1)))
-    k, q = (kk * e).to(rows.dtype), (take(sq, 0) * e).to(rows.dtype)
+    k, q = (kk * e).to(rows.dtype), (take(tiles.q, 0) * e).to(rows.dtype)
     rows.store(gl.join(k, q).permute([3, 0, 1, 2]).reshape([2 * STEP, K]))
 
 
@@ -176,19 +173,18 @@ def find_end(s, totals, first):
 
 
 @gluon.jit
-def store_piece(tiles, made, x, s, first, own, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
+def store_piece(tiles, made, x, s, first, totals, left, b, gate, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
     """Makes all of the piece that begins with token ``first``, in slot x. ``s``: the sums from ``first`` on. Returns
     the token after the piece."""
-    totals, left, b, numbers = own
     end = find_end(s, totals, first)
     barrier()  # all warps of the gate group: they have read sums
     s = cut(s, totals, end)
-    vectors = made[3].index(x), made[4].index(x)
-    store_vectors(tiles, vectors, b, first, gl.minimum(left, end), numbers, NORM, RAW_BETA, True)
+    norms, strengths = made.norms.index(x), made.strengths.index(x)
+    store_vectors(tiles, norms, strengths, b, first, gl.minimum(left, end), gate, NORM, RAW_BETA, True)
     barrier()  # all warps of the gate group: sums of blocks are there
-    store_tiles(tiles[0], tiles[1], s, totals, made[0].index(x), made[1].index(x))
-    store_decays(totals, made[5].index(x), made[6].index(x))
-    store_flag(made[7].index(x), end == STEP)
+    store_tiles(tiles, s, totals, made.rows.index(x), made.columns.index(x))
+    store_decays(totals, made.lead.index(x), made.trail.index(x))
+    store_flag(made.flags.index(x), end == STEP)
     return end
 
 
@@ -205,69 +201,61 @@ def is_last(flag):
 
 @gluon.jit
 def gate_role(
-    shared, HV: gl.constexpr, NORM: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, RAW_BETA: gl.constexpr,
-    PACKED: gl.constexpr,
+    totals, given, made, bars, gate, work, HV: gl.constexpr, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
+    BOUNDED: gl.constexpr, RAW_BETA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """shared: (totals, given, made, bars, numbers, work).
-
-    given: the tiles that are loaded.
-    made: what the roles pass to each other: rows, columns, A and P, norms, b, ``lead``, ``trail``, and flags.
-    numbers: A_log, dt_bias, the bound, the scale; beta, its stride between batch rows, its other strides, and the
-    factor of its sigmoid.
-    work: as in parts.py."""
-    totals, given, made, bars, numbers, work = shared
-    sq, sk, sg = given
-    gfull, full, left_given, tiled, done = bars[0], bars[1], bars[2], bars[3], bars[5]
-    NR: gl.constexpr = sq.shape[0]
-    NX: gl.constexpr = made[0].shape[0]
+    """Makes the factors of each step except A and P. ``given``: `Tiles`. ``made``: `StepFactors`. ``gate``:
+    `GateParameters`."""
+    NR: gl.constexpr = given.q.shape[0]
+    NX: gl.constexpr = made.rows.shape[0]
     y, t = 0, 0
     pieces = find_work(work, HV)
     for piece in range(pieces[0], pieces[1], pieces[2]):
-        _, n, hv, start, length, begin, _, stop = find_part(piece, pieces, work, HV, PACKED)
+        part = find_part(piece, pieces, work, HV, PACKED)
+        n, hv, start, length = part.n, part.hv, part.start, part.size
         if PACKED:
             n = n * 0
-        constants = constants_of_head(hv, numbers, RAW_GATE, BOUNDED)
-        b = load_strengths(numbers, n, hv, start, begin, length)
-        for token in range(begin, stop, STEP):
+        constants = constants_of_head(hv, gate.A_log, gate.dt_bias, gate.lower_bound, RAW_GATE, BOUNDED)
+        b = load_strengths(gate, n, hv, start, part.first, length)
+        for token in range(part.first, part.end, STEP):
             if BOUNDED:
                 y = t  # a number less to keep
             s, x = y % NR, t % NX
-            tiles, left = (sq.index(s), sk.index(s), sg.index(s)), length - token
-            mbarrier.wait(gfull.index(s), (y // NR) & 1)  # signalled by the copy engine: g is there
+            tiles, left = Tiles(given.q.index(s), given.k.index(s), given.g.index(s)), length - token
+            mbarrier.wait(bars.g_full.index(s), (y // NR) & 1)  # signalled by the copy engine: g is there
             if RAW_GATE:  # noqa: SIM102 (a constant). Given log decays are zeros there
                 if left < STEP:
-                    rest_living(tiles[2], left)
-            sums = sum_blocks(tiles[2], totals, constants, 0, RAW_GATE, BOUNDED, False)
-            mbarrier.wait(full.index(s), (y // NR) & 1)  # signalled by the copy engine: q and k are there
-            wait_free(done, t, NX, NX)  # signalled by the state group, which has read this slot
-            vectors = made[3].index(x), made[4].index(x)
-            store_vectors(tiles, vectors, b, 0, left, numbers, NORM, RAW_BETA, False)
+                    rest_living(tiles.g, left)
+            sums = sum_blocks(tiles.g, totals, constants, 0, RAW_GATE, BOUNDED, False)
+            mbarrier.wait(bars.full.index(s), (y // NR) & 1)  # signalled by the copy engine: q and k are there
+            wait_free(bars.done, t, NX, NX)  # signalled by the state group, which has read this slot
+            norms, strengths = made.norms.index(x), made.strengths.index(x)
+            store_vectors(tiles, norms, strengths, b, 0, left, gate, NORM, RAW_BETA, False)
             barrier()  # all warps of the gate group: sums of blocks are there
             if BOUNDED:
-                store_tiles(tiles[0], tiles[1], sums, totals, made[0].index(x), made[1].index(x))
-                store_decays(totals, made[5].index(x), made[6].index(x))
+                store_tiles(tiles, sums, totals, made.rows.index(x), made.columns.index(x))
+                store_decays(totals, made.lead.index(x), made.trail.index(x))
             elif falls_too_far(totals):
-                own = totals, left, b, numbers
                 first, end = left * 0, left * 0
                 while end < STEP:
-                    end = store_piece(tiles, made, t % NX, sums, first, own, NORM, RAW_BETA)
+                    end = store_piece(tiles, made, t % NX, sums, first, totals, left, b, gate, NORM, RAW_BETA)
                     first = end
                     if end < STEP:
                         fence_async_shared()
                         barrier()  # all warps of the gate group: a piece is there, and they have read sums
-                        mbarrier.arrive(tiled.index(t % NX), count=1)
+                        mbarrier.arrive(bars.tiled.index(t % NX), count=1)
                         t += 1
-                        wait_free(done, t, NX, NX)  # signalled by the state group, which has read this slot
-                        sums = sum_blocks(tiles[2], totals, constants, end, RAW_GATE, False, True)
+                        wait_free(bars.done, t, NX, NX)  # signalled by the state group, which has read this slot
+                        sums = sum_blocks(tiles.g, totals, constants, end, RAW_GATE, False, True)
                         barrier()  # all warps of the gate group: sums of blocks are there
             else:
-                store_tiles(tiles[0], tiles[1], sums, totals, made[0].index(x), made[1].index(x))
-                store_decays(totals, made[5].index(x), made[6].index(x))
-                store_flag(made[7].index(x), True)
-            b = load_strengths(numbers, n, hv, start, token + STEP, length)
+                store_tiles(tiles, sums, totals, made.rows.index(x), made.columns.index(x))
+                store_decays(totals, made.lead.index(x), made.trail.index(x))
+                store_flag(made.flags.index(x), True)
+            b = load_strengths(gate, n, hv, start, token + STEP, length)
             fence_async_shared()
             barrier()  # all warps of the gate group: they have read q, k and sums
-            mbarrier.arrive(left_given.index(s), count=1)
-            mbarrier.arrive(tiled.index(t % NX), count=1)
+            mbarrier.arrive(bars.left.index(s), count=1)
+            mbarrier.arrive(bars.tiled.index(t % NX), count=1)
             y += 1
             t += 1

@@ -44,8 +44,17 @@ from flash_delta.kernels.hopper.channel.factor_role import factor_role
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gate_role import gate_role, is_last
 from flash_delta.kernels.hopper.channel.load_roles import clear_role, load_keys, load_values
-from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
+from flash_delta.kernels.hopper.channel.parts import STEP, Work, find_part, find_work
 from flash_delta.kernels.hopper.channel.prepare import LINE
+from flash_delta.kernels.hopper.channel.roles import (
+    Barriers,
+    Described,
+    GateParameters,
+    Places,
+    StateBuffers,
+    StepFactors,
+    Tiles,
+)
 from flash_delta.kernels.hopper.channel.scan import WIDE_ROWS
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.device.checkpoints import find_checkpoint, find_offset
@@ -96,14 +105,13 @@ def add_up(whole, piece):
 @gluon.jit
 def load_halves(desc, slot, row, v, buffers, S, S2, HALVES: gl.constexpr, V_FIRST: gl.constexpr):
     """The state that `load_state` loads, its value columns from v on; with two HALVES also the second half."""
-    so, sbar, so2, sbar2 = buffers
-    NO: gl.constexpr = so.shape[0]
-    ask_for_state(desc, slot, row, v, so, sbar, K, V_FIRST, NO)
+    NO: gl.constexpr = buffers.so.shape[0]
+    ask_for_state(desc, slot, row, v, buffers.so, buffers.sbar, K, V_FIRST, NO)
     if HALVES == 2:
-        ask_for_state(desc, slot, row, 64, so2, sbar2, K, V_FIRST, NO)
-    S = take_state(desc, slot, row, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+        ask_for_state(desc, slot, row, 64, buffers.so2, buffers.sbar2, K, V_FIRST, NO)
+    S = take_state(desc, slot, row, v, buffers.so, buffers.sbar, K, V_FIRST, NO, WIDE_ROWS)
     if HALVES == 2:
-        S2 = take_state(desc, slot, row, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
+        S2 = take_state(desc, slot, row, 64, buffers.so2, buffers.sbar2, K, V_FIRST, NO, WIDE_ROWS)
     return S, S2
 
 
@@ -118,18 +126,16 @@ def store_halves(desc, slot, row, v, so, S, S2, HALVES: gl.constexpr, V_FIRST: g
 
 @gluon.jit
 def state_role(
-    buffers, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, BOUNDED: gl.constexpr,
-    PACKED: gl.constexpr,
+    buffers, descs, sv, made, bars, kept, work, block, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
+    BOUNDED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    so = buffers[0]
-    o_desc, sv, made, bars, initial, final, handed, kept, work, block = shared
-    rows, columns, maps, norms, strengths, lead, trail, flags = made
-    vfull, ready, done, vdone = bars
-    _, T, parts, _, pool, share = work
+    """Carries the state. ``sv``: the ring of v. ``made``: `StepFactors`. ``kept``: as in checkpoints.py."""
+    so = buffers.so
+    pool, share = work.pool, work.share
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
-    ty: gl.constexpr = rows.dtype
-    NX: gl.constexpr = rows.shape[0]
+    ty: gl.constexpr = made.rows.dtype
+    NX: gl.constexpr = made.rows.shape[0]
     NV: gl.constexpr = sv.shape[0]
     HALVES: gl.constexpr = sv.shape[2] // 64
     NO: gl.constexpr = so.shape[0]  # buffers
@@ -137,49 +143,50 @@ def state_role(
     v, step, t = block * 64 * HALVES, 0, 0
     pieces = find_work(work, HV)
     for piece in range(pieces[0], pieces[1], pieces[2]):
-        item, n, hv, start, length, token, begin, end = find_part(piece, pieces, work, HV, PACKED)
-        row, state = start + length, item * K
+        part = find_part(piece, pieces, work, HV, PACKED)
+        n, hv, length, token, begin, end = part.n, part.hv, part.size, part.first, part.begin, part.end
+        row, state = part.start + length, part.item * K
         source, target = None, None
         if pool is not None:
-            source, target = ends(item, pool, HV)
+            source, target = ends(part.item, pool, HV)
             state = hv * K
             tma.store_wait(0)  # the copy engine has read ``so``; if no state was stored, nothing has waited for it yet
             barrier()  # all warps of the state group: none asks for a state earlier
         if not PACKED:
-            row += n * T
+            row += n * work.T
         S, S2 = gl.zeros([64, K], gl.float32, WIDE_ROWS), gl.zeros([64, K], gl.float32, WIDE_ROWS)
         if share is not None:  # noqa: SIM102 (a constant)
             if begin > 0:
                 lost = take_over(flag_of(share, share[1] - 1, block), share)
-                S, S2 = load_halves(handed, None, (share[1] - 1) * K, v, buffers, S, S2, HALVES, True)
+                S, S2 = load_halves(descs.handed, None, (share[1] - 1) * K, v, buffers, S, S2, HALVES, True)
                 S, S2 = S + lost, S2 + lost
         begins, is_end = True, True
-        if parts is not None:
-            begins = piece % parts == 0
+        if work.parts is not None:
+            begins = piece % work.parts == 0
             is_end = (begins | (begin < end)) & (end == length)
         if share is not None:
             begins, is_end = begin == 0, end == length
         if INITIAL:  # noqa: SIM102 (a constant)
             if begins:
-                S, S2 = load_halves(initial, source, state, v, buffers, S, S2, HALVES, V_FIRST)
+                S, S2 = load_halves(descs.initial, source, state, v, buffers, S, S2, HALVES, V_FIRST)
         offset, fresh = find_offset(kept, n, length, STEP), length >= 0
         while token < end:
             if BOUNDED:
                 step = t
             x, y = t % NX, step % NV
-            of_k, of_q = norms.index(x).slice(0, STEP, 1), norms.index(x).slice(STEP, STEP, 1)
-            b = strengths.index(x).slice(0, STEP, 1)
-            A = maps.index(x).slice(0, STEP, 0)
+            of_k, of_q = made.norms.index(x).slice(0, STEP, 1), made.norms.index(x).slice(STEP, STEP, 1)
+            b = made.strengths.index(x).slice(0, STEP, 1)
+            A = made.maps.index(x).slice(0, STEP, 0)
             # The factor group has stored the bits of P.
-            P = reinterpret(maps.index(x), ty, [2 * STEP, STEP], HALF).slice(STEP, STEP, 0)
+            P = reinterpret(made.maps.index(x), ty, [2 * STEP, STEP], HALF).slice(STEP, STEP, 0)
             at = RAGGED - length + token
-            if parts is not None:
+            if work.parts is not None:
                 at = gl.where(token < begin, RAGGED, at)  # outputs before the part are clipped
-            mbarrier.wait(ready.index(x), (t // NX) & 1)  # signalled by the factor group: A and P are there
-            mbarrier.wait(vfull.index(y), (step // NV) & 1)  # signalled by the copy engine: v is there
+            mbarrier.wait(bars.ready.index(x), (t // NX) & 1)  # signalled by the factor group: A and P are there
+            mbarrier.wait(bars.v_full.index(y), (step // NV) & 1)  # signalled by the copy engine: v is there
             last, buffer = True, step
             if not BOUNDED:
-                last = is_last(flags.index(x))
+                last = is_last(made.flags.index(x))
                 if not fresh:
                     buffer += 1
                     tma.store_wait(0)  # the copy engine has read all buffers of ``so``
@@ -187,9 +194,9 @@ def state_role(
             out = reinterpret(so.index(buffer % NO), ty, [2, STEP, 64], TILE)
             barrier()  # all warps of the state group: none writes earlier
             for half in gl.static_range(HALVES):
-                S *= lead.index(x).load(WIDE_ROWS)
+                S *= made.lead.index(x).load(WIDE_ROWS)
                 sb = gl.convert_layout(S.to(ty), wide_operand)
-                EO = warpgroup_mma(sb, rows.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)
+                EO = warpgroup_mma(sb, made.rows.index(x).permute([1, 0]), zero, use_acc=False, is_async=True)
                 EO = warpgroup_mma_wait(0, deps=[EO])
                 E, O = halves(EO)
                 R = sv.index(y).slice(64 * half, 64, 1).permute([1, 0]).load(NARROW_ROWS).to(gl.float32)
@@ -201,15 +208,15 @@ def state_role(
                 O *= of_q.load(NARROW_ROWS)
                 U = warpgroup_mma_wait(0, deps=[U]) * unit
                 written, read = (U * weight).to(ty), U.to(ty)
-                S = warpgroup_mma(gl.convert_layout(written, wide_operand), columns.index(x), S, is_async=True)
+                S = warpgroup_mma(gl.convert_layout(written, wide_operand), made.columns.index(x), S, is_async=True)
                 O = warpgroup_mma(gl.convert_layout(read, operand), P.permute([1, 0]), O, is_async=True)
                 O, S = warpgroup_mma_wait(0, deps=[O, S])
-                S *= trail.index(x).load(WIDE_ROWS)
+                S *= made.trail.index(x).load(WIDE_ROWS)
                 out.index(half).permute([1, 0]).store(O.to(ty))
                 if HALVES == 2:
                     S, S2 = S2, S
             fence_async_shared()
-            mbarrier.arrive(done.index(x), count=1)
+            mbarrier.arrive(bars.done.index(x), count=1)
             barrier()  # all warps of the state group: the buffer is full
             if not BOUNDED:  # noqa: SIM102 (the outer condition is a constant)
                 if not fresh:
@@ -218,49 +225,42 @@ def state_role(
                 out = reinterpret(so.index(step % NO), ty, [2, STEP, 64], TILE)
                 for half in gl.static_range(HALVES):
                     box = reinterpret(out.index(half), ty, [1, 1, STEP, 64], BOX)
-                    tma_store(o_desc, [RAGGED, row, at, hv * K + v + 64 * half], box)
+                    tma_store(descs.o, [RAGGED, row, at, hv * K + v + 64 * half], box)
                 token += STEP
                 if not BOUNDED:
-                    mbarrier.arrive(vdone.index(y), count=1)
+                    mbarrier.arrive(bars.v_done.index(y), count=1)
                     step += 1
                 if kept is not None:
                     slot = find_checkpoint(kept, n, token, length, offset)
                     if slot >= 0:
-                        store_halves(initial, slot, state, v, so, S, S2, HALVES, V_FIRST)
+                        store_halves(descs.initial, slot, state, v, so, S, S2, HALVES, V_FIRST)
             if not BOUNDED:
                 fresh = last
             t += 1
         if share is not None:  # noqa: SIM102 (a constant)
             if not is_end:
-                store_halves(handed, None, share[1] * K, v, so, S, S2, HALVES, True)
+                store_halves(descs.handed, None, share[1] * K, v, so, S, S2, HALVES, True)
                 hand_over(flag_of(share, share[1], block))
         if pool is not None:
             is_end = is_end & (target >= 0)
         if is_end:
-            store_halves(final, target, state, v, so, S, S2, HALVES, V_FIRST)
+            store_halves(descs.final, target, state, v, so, S, S2, HALVES, V_FIRST)
 
 
 @gluon.jit
 def run_roles(
-    descs, kept, work, tape, forgets, o, numbers, places, HV: gl.constexpr, INITIAL: gl.constexpr,
+    descs, kept, work, tape, forgets, o, gate, places, HV: gl.constexpr, INITIAL: gl.constexpr,
     V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
-    """Divides a program's shared memory, and starts its roles.
-
-    descs: of q, k, v, g and o, of the first and final states, and of those that are handed over.
-    kept: as in checkpoints.py.
-    numbers, work: as in `gate_role`.
-    places: the tokens between batch rows of q, k, g and v; the strides between heads of each; the value heads per key
-    head."""
-    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed = descs
-    q_batch, k_batch, g_batch, v_batch, heads, group = places
-    ty: gl.constexpr = q_desc.dtype
+    """Divides a program's shared memory, and starts its roles. ``descs``: `Described`. ``kept``: as in checkpoints.py.
+    ``gate``: `GateParameters`."""
+    ty: gl.constexpr = descs.q.dtype
     sq = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
     sk = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
-    wide: gl.constexpr = g_desc.dtype == gl.float32
-    sg = gl.allocate_shared_memory(g_desc.dtype, [NR, STEP, K], FLOATS if wide else TILE)
+    wide: gl.constexpr = descs.g.dtype == gl.float32
+    sg = gl.allocate_shared_memory(descs.g.dtype, [NR, STEP, K], FLOATS if wide else TILE)
     sv = gl.allocate_shared_memory(ty, [NV, STEP, 64 * HALVES], TILE)
     rows = gl.allocate_shared_memory(ty, [NX, 2 * STEP, K], TILE)
     columns = gl.allocate_shared_memory(ty, [NX, STEP, K], TILE)
@@ -291,23 +291,20 @@ def run_roles(
     if tape is not None:
         u, block = enter(tape)
         share = (tape, u)
-    cu_seqlens, T, parts, items, pool = work
+    items = work.items
     if forgets is not None:
-        items = gl.where(all_forget(forgets, items - items // parts), items, 0)
-    work = (cu_seqlens, T, parts, items, pool, share)
-    given, made = (sq, sk, sg), (rows, columns, maps, norms, strengths, lead, trail, flags)
-    factor_bars = (gfull, full, left, tiled, ready, done)
-    gate = (totals, given, made, factor_bars, numbers, work)
-    state = (o_desc, sv, made, (vfull, ready, done, vdone), initial, final, handed, kept, work, block)
-    places = ((q_batch, k_batch, g_batch), (heads[0], heads[1], heads[2]), group)
-    of_v = (v_batch, heads[3], block)
+        items = gl.where(all_forget(forgets, items - items // work.parts), items, 0)
+    work = Work(work.cu_seqlens, work.T, work.parts, items, work.pool, share)
+    given, made = Tiles(sq, sk, sg), StepFactors(rows, columns, maps, norms, strengths, lead, trail, flags)
+    bars = Barriers(gfull, full, left, vfull, vdone, tiled, ready, done)
+    buffers = StateBuffers(so, sbar, so2, sbar2)
     # The first role gets the registers that the others do not ask for.
     gl.warp_specialize([
-        (state_role, ((so, sbar, so2, sbar2), state, HV, INITIAL, V_FIRST, BOUNDED, PACKED)),
-        (gate_role, (gate, HV, NORM, RAW_GATE, BOUNDED, RAW_BETA, PACKED)),
-        (factor_role, (sD, made, factor_bars, work, HV, BOUNDED, PACKED)),
-        (load_keys, ((q_desc, k_desc, g_desc), given, (gfull, full, left), places, work, HV, PACKED)),
-        (load_values, (v_desc, sv, (vfull, vdone), of_v, work, NX if BOUNDED else NV, HV, PACKED)),
+        (state_role, (buffers, descs, sv, made, bars, kept, work, block, HV, INITIAL, V_FIRST, BOUNDED, PACKED)),
+        (gate_role, (totals, given, made, bars, gate, work, HV, NORM, RAW_GATE, BOUNDED, RAW_BETA, PACKED)),
+        (factor_role, (sD, made, bars, work, HV, BOUNDED, PACKED)),
+        (load_keys, (descs, given, bars, places, work, HV, PACKED)),
+        (load_values, (descs.v, sv, bars, places, block, work, NX if BOUNDED else NV, HV, PACKED)),
         (clear_role, (o, work, HV, PACKED)),
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
     end_barriers(made_bars)
@@ -325,12 +322,13 @@ def channel_loop(
 ):  # fmt: skip
     """``items``: the number of states. Item i is value head i % HV of sequence i // HV. If PARTED, ``items`` counts the
     parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
-    descs = (q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed)
-    work, forgets = (cu_seqlens, T, parts if PARTED else None, items, None), forgets if PARTED else None
-    numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
-    places = (q_batch, k_batch, g_batch, v_batch, heads, group)
+    descs = Described(q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed)
+    work = Work(cu_seqlens, T, parts if PARTED else None, items, None, None)
+    forgets = forgets if PARTED else None
+    gate = GateParameters(A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
+    places = Places(q_batch, k_batch, g_batch, v_batch, heads, group)
     run_roles(
-        descs, None, work, tape, forgets, o, numbers, places, HV, INITIAL, V_FIRST, PACKED, NORM, RAW_BETA, RAW_GATE,
+        descs, None, work, tape, forgets, o, gate, places, HV, INITIAL, V_FIRST, PACKED, NORM, RAW_BETA, RAW_GATE,
         BOUNDED, NR, NV, NX, NO, HALVES, GATES, FACTORS,
     )  # fmt: skip
 

@@ -11,7 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper.channel.loop import run_roles
-from flash_delta.kernels.hopper.channel.parts import STEP
+from flash_delta.kernels.hopper.channel.parts import STEP, Work
+from flash_delta.kernels.hopper.channel.roles import Described, GateParameters, Places
 from flash_delta.kernels.hopper.device import checkpoints
 from flash_delta.kernels.hopper.device.checkpoints import checkpoint_arguments
 from flash_delta.kernels.hopper.plans.boxes import handed_by, pool, ragged, strides
@@ -42,12 +43,12 @@ def channel_prompts(
         kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
         if offsets is not None:
             kept += (offsets,)
-    descs = (q_desc, k_desc, v_desc, g_desc, o_desc, states, states, handed)
-    work = (cu_seqlens, T, None, 0, (prompts, least, most))
-    numbers = (A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
-    places = (q_batch, k_batch, g_batch, v_batch, heads, group)
+    descs = Described(q_desc, k_desc, v_desc, g_desc, o_desc, states, states, handed)
+    work = Work(cu_seqlens, T, None, 0, (prompts, least, most), None)
+    gate = GateParameters(A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
+    places = Places(q_batch, k_batch, g_batch, v_batch, heads, group)
     run_roles(
-        descs, kept, work, tape, None, o, numbers, places, HV, True, V_FIRST, True, NORM, RAW_BETA, RAW_GATE, BOUNDED,
+        descs, kept, work, tape, None, o, gate, places, HV, True, V_FIRST, True, NORM, RAW_BETA, RAW_GATE, BOUNDED,
         NR, NV, NX, NO, HALVES, GATES, FACTORS,
     )  # fmt: skip
 

@@ -1,0 +1,85 @@
+"""What the roles of the loop get, and what they pass to each other."""
+
+from typing import Any, NamedTuple
+
+
+class Described(NamedTuple):
+    """Descriptors of tokens, of the first and final states, and of states that programs hand over."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    o: Any
+    initial: Any
+    final: Any
+    handed: Any
+
+
+class Places(NamedTuple):
+    """Where tokens are: the tokens between batch rows, the strides between heads of q, k, g and v, and how many value
+    heads a key head has."""
+
+    q_batch: Any
+    k_batch: Any
+    g_batch: Any
+    v_batch: Any
+    heads: Any
+    group: Any
+
+
+class GateParameters(NamedTuple):
+    """What gates and strengths are computed with. ``beta_strides``: between tokens and between heads. ``beta_top``: the
+    factor of beta's sigmoid."""
+
+    A_log: Any
+    dt_bias: Any
+    lower_bound: Any
+    scale: Any
+    beta: Any
+    beta_batch: Any
+    beta_strides: Any
+    beta_top: Any
+
+
+class Tiles(NamedTuple):
+    """Rings of what is loaded of 32 tokens."""
+
+    q: Any
+    k: Any
+    g: Any
+
+
+class StepFactors(NamedTuple):
+    """Rings of what the gate group and the factor group make of 32 tokens."""
+
+    rows: Any  # decayed k, and below them decayed q
+    columns: Any  # k divided by their decay
+    maps: Any  # A, and below it P
+    norms: Any  # the factors of rows that are norms, and the scale
+    strengths: Any  # b, twice
+    lead: Any  # the factor of the state before the tokens
+    trail: Any  # and after them
+    flags: Any  # whether it is the last piece of the tokens; None if gates have a bound
+
+
+class Barriers(NamedTuple):
+    """A ring of barriers for each step that one role waits for."""
+
+    g_full: Any  # g is loaded
+    full: Any  # q and k are loaded
+    left: Any  # q, k and g are no longer needed
+    v_full: Any  # v is loaded
+    v_done: Any  # v is no longer needed
+    tiled: Any  # rows and columns are there
+    ready: Any  # A and P are there
+    done: Any  # the state group has read all of them
+
+
+class StateBuffers(NamedTuple):
+    """Shared memory through which states and outputs go, and barriers of the copy engine; of both halves."""
+
+    so: Any
+    sbar: Any
+    so2: Any
+    sbar2: Any
