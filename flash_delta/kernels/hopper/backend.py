@@ -199,7 +199,7 @@ def _prepare(
     length, makes = _length(wide, chip), makes_rates(p)
     views = [] if saved is None else saved.views()
     A, trace = views[0].A if views else None, views[-1] if len(views) > 1 else None
-    segmented = _new_segmented_scan(wide, length, A, maps)
+    segmented = _new_scan(wide, length, A, maps)
     rates = None if makes and segmented is None else new_rates(p)
     tile = loop_tile(wide, chip, trace is not None)
     tape = None if segmented is not None else new_loop_tape(wide, chip, tile)
@@ -269,7 +269,7 @@ def _new_copies(
 def _every_scan(p: Problem, chip: Chip) -> tuple[SegmentedScan | None, Tensor]:
     """The scan for compiling everything that a call may launch."""
     one = p._replace(N=1, T=1)
-    return _new_segmented_scan(one, split_endless(p, chip.processors, back=_goes_back(p))), new_rates(one)
+    return _new_scan(one, split_endless(p, chip.processors, back=_goes_back(p)), None, None), new_rates(one)
 
 
 def backward(
@@ -343,9 +343,7 @@ def _length(p: Problem, chip: Chip) -> int | None:
     return split_length(p, chip.processors, back=_goes_back(p))
 
 
-def _new_segmented_scan(
-    p: Problem, length: int | None, A: Tensor | None = None, maps: Tensor | None = None
-) -> SegmentedScan | None:
+def _new_scan(p: Problem, length: int | None, A: Tensor | None, maps: Tensor | None) -> SegmentedScan | None:
     """What a scan of segments, or of sequences with wide heads, needs. None if the loop does everything."""
     return None if length is None and p.K != WHOLE else new_segmented_scan(p, length, A, maps)
 
