@@ -373,17 +373,9 @@ def chunk_back(
 
 
 def run_chunk_back(
-    c: Call,
-    ch: Channels,
-    s: Solved,
-    r: Residual,
-    chain: StateGradients,
-    deep: DeepChunks,
-    do: Tensor,
-    d: Inputs,
-    *,
+    c: Call, ch: Channels, s: Solved, r: Residual, chain: StateGradients, deep: DeepChunks, do: Tensor, d: Inputs, *,
     rest: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Launches `chunk_back` for all of ``d`` except the initial state's gradient. Those of A_log and dt_bias are per
     chunk, [slots, HV, K]. ``rest``: for the chunks that the launch without it has left out. With a bound there are
     none."""
