@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kd
 from flash_delta.problem import Problem
 
 OPS = (decode_gated_delta_rule, decode_kda, prefill_gated_delta_rule, prefill_kda)
-TOKENS, POOLS, VECTORS = ("q", "k", "v", "g", "beta"), {"state_pool": 4, "write_pool": 4}, ("A_log", "dt_bias")
+TOKENS, POOLS, VECTORS = ("q", "k", "v", "g", "beta"), ("state_pool", "write_pool"), ("A_log", "dt_bias")
 TABLES = ("write_indices", "parent_idx")  # tensors that may have a column for each token
 
 
@@ -84,8 +84,8 @@ def compile_call(op: Callable[..., Any], arguments: dict[str, Any], device: torc
         place = torch.device(device)
         if place.type == "meta" or (place.type == "cuda" and not torch.cuda.is_available()):
             refuse("warmup", "device", 'a device that this process has, for a call on "meta"', place)
-    for T in _lengths(problem, arguments.get("convolution")):
-        op(**_stand_ins(arguments, T, place))
+    for rows, T in _sizes(problem, arguments.get("convolution")):
+        op(**_stand_ins(arguments, rows, T, place))
 
 
 @torch.no_grad()
@@ -96,70 +96,74 @@ def described(caller: str, op: Callable[..., Any], arguments: dict[str, Any]) ->
     return op(**arguments | {"backend": Explain(arguments.get("backend"))}).problem
 
 
-def _lengths(p: Problem, convolution: Convolution | None) -> tuple[int, ...]:
-    """Lengths that stand for all. Decoding one token compiles another kernel than decoding several, unless rows are
-    packed. Prefill compiles for three kinds of row stride: one, multiples of 16, and others."""
+def _sizes(p: Problem, convolution: Convolution | None) -> tuple[tuple[int, int], ...]:
+    """Numbers of rows and of their tokens that stand for all. Decoding one token compiles another kernel than decoding
+    several, unless rows are packed. Prefill compiles for three kinds of row stride: one, multiples of 16, and others.
+    Decoding has two rows, since calls of one token are known as the same call however it lies."""
     if not p.recurrent:
-        return 1, 3, 16
+        return (1, 1), (1, 3), (1, 16)
     alone = p.rolling and convolution.pool.shape[2] < p.taps  # a window has room for one token only
-    return (1,) if p.packed or alone else (1, 2)
+    return ((2, 1),) if p.packed or alone else ((2, 1), (2, 2))
 
 
-def _stand_ins(arguments: dict[str, Any], T: int, device: torch.device) -> dict[str, Any]:
-    """The arguments of a call for one row or sequence of T tokens, which is padding. ``out`` is left out, since no code
-    depends on it."""
+def _stand_ins(arguments: dict[str, Any], rows: int, T: int, device: torch.device) -> dict[str, Any]:
+    """The arguments of a call for rows or sequences of T tokens, all of them padding. ``out`` is left out, since no
+    code depends on it."""
     x = {name: value for name, value in arguments.items() if name != "out"}
+    size = (rows, T) if x.get("cu_seqlens") is None else (1, rows * T)
     for name, t in x.items():
         if name in TOKENS:
-            x[name] = _tokens(t, T, device)
+            x[name] = _tokens(t, size, device)
         elif name in POOLS and t is not None:
             x[name] = _pool(t, T, 4, device)
         elif name == "cu_seqlens" and t is not None:
-            x[name] = _like(t, (2,), device)
-            x[name][0], x[name][1] = 0, T
+            x[name] = _like(t, (rows + 1,), device).copy_(torch.arange(rows + 1) * T)
         elif isinstance(t, Tensor):
-            size = t.shape if name in VECTORS else (1, T if name in TABLES else 1)[: t.dim()]
-            x[name] = _like(t, size, device)
+            shape = t.shape if name in VECTORS else (rows, T if name in TABLES else 1)[: t.dim()]
+            x[name] = _like(t, shape, device)
     convolution, norm = x.get("convolution"), x.get("output_norm")
     if convolution is not None:
-        x["convolution"] = _convolution(convolution, T, device)
+        pool, weight, bias, target, _ = convolution
+        x["convolution"] = convolution._replace(
+            pool=_pool(pool, T, 3, device),
+            weight=_like(weight, weight.shape, device),
+            bias=None if bias is None else _like(bias, bias.shape, device),
+            write_pool=None if target is None else _pool(target, T, 3, device),
+        )
     if norm is not None:
         weight = _like(norm.weight, norm.weight.shape, device)
-        x["output_norm"] = norm._replace(gate=_tokens(norm.gate, T, device), weight=weight)
+        x["output_norm"] = norm._replace(gate=_tokens(norm.gate, size, device), weight=weight)
     return x
 
 
-def _convolution(given: Convolution, T: int, device: torch.device) -> Convolution:
-    pool, weight, bias, target, rolling = given
-    return Convolution(
-        _pool(pool, T, 3, device),
-        _like(weight, weight.shape, device),
-        None if bias is None else _like(bias, bias.shape, device),
-        None if target is None else _pool(target, T, 3, device),
-        rolling,
-    )
-
-
-def _tokens(t: Tensor, T: int, device: torch.device) -> Tensor:
-    """One row of T tokens, which lie as those of t ``[B, T, ...]``. Rows follow each other without gaps, unless rows of
-    t have gaps, or strides that are no multiples of a token's."""
-    (B, length), (row, token, *others) = t.shape[:2], t.stride()
-    token = token if length > 1 else row
-    gaps = row != length * token if B > 1 and length > 1 else token == 0 or row % token > 0
-    return _like(t, (1, T, *t.shape[2:]), device, (row if gaps else T * token, token, *others))
+def _tokens(t: Tensor, size: tuple[int, int], device: torch.device) -> Tensor:
+    """So many rows and tokens, which lie as those of t ``[B, T, ...]``. Rows follow each other without gaps, unless
+    rows of t have gaps, or a stride that is no multiple of a token's."""
+    (B, T), (row, token, *others) = t.shape[:2], t.stride()
+    token = token if T > 1 else row
+    gaps = row != T * token if B > 1 and T > 1 else token == 0 or row % token > 0
+    return _like(t, (*size, *t.shape[2:]), device, (row if gaps else size[1] * token, token, *others))
 
 
 def _pool(t: Tensor, T: int, axes: int, device: torch.device) -> Tensor:
-    """One slot, or one row with room for T tokens, of a pool whose slots make it have so many ``axes``. Kernels see how
-    far slots lie apart in one slot, unless the copy engine cannot take the stride: it has to look at two."""
-    slots = 2 if len(t) > 1 and t.stride(0) * t.element_size() % 16 else 1
-    return _like(t, (slots, T, *t.shape[2:]) if t.dim() > axes else (slots, *t.shape[1:]), device)
+    """Two slots of a pool whose slots make it have so many ``axes``, or two rows with room for more than T tokens. They
+    lie as close to each other as slots of which compiled code knows the same: how far they lie apart, modulo 16."""
+    inner = (T + 1, *t.shape[2:]) if t.dim() > axes else t.shape[1:]
+    apart, *strides = t.stride()
+    if apart < 2**31:
+        span = _span(inner, strides)
+        apart = span + (apart - span) % 16
+    return _like(t, (min(len(t), 2), *inner), device, (apart, *strides))
 
 
-def _like(t: Tensor, size: tuple[int, ...], device: torch.device, strides: tuple[int, ...] | None = None) -> Tensor:
+def _like(t: Tensor, size: Sequence[int], device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
     """A tensor of padding: numbers are 0, and indices -1. Its strides are those of t unless given, and its address is
     as far from a multiple of 16 bytes."""
     strides, start = strides or t.stride(), t.data_ptr() % 16 // t.element_size()
-    end = start + 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
-    memory = torch.empty(end, dtype=t.dtype, device=device).fill_(0 if t.is_floating_point() else -1)
-    return memory.as_strided(size, strides, start)
+    memory = torch.empty(start + _span(size, strides), dtype=t.dtype, device=device)
+    return memory.fill_(0 if t.is_floating_point() else -1).as_strided(size, strides, start)
+
+
+def _span(size: Sequence[int], strides: Sequence[int]) -> int:
+    """How many numbers there are from a tensor's first to its last."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
