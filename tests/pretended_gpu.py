@@ -6,8 +6,10 @@ process in which nothing interprets kernels.
 
 import ctypes
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +24,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from flash_delta.kernels.runtime import cuda_driver
+from flash_delta.kernels.runtime import cuda_driver, launch
+from flash_delta.ops import _known_calls
 
 DEVICE = torch.device("cuda", 0)
 H200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 kept: list[Any] = []  # as long as there may be launches
+numbers = count(1000)  # of GPUs, which have caches of their own
 
 
 def fake_driver(place: Path) -> ctypes.CDLL:
@@ -49,17 +53,17 @@ def fake_driver(place: Path) -> ctypes.CDLL:
 @contextmanager
 def pretended_gpu(place: Path) -> Iterator[ctypes.CDLL]:
     """Every tensor says that it is on a GPU."""
-    new = torch.empty
 
-    def empty(*size: Any, device: Any = None, **options: Any) -> Tensor:
-        return new(*size, **options)
+    def here(new: Callable[..., Tensor], *sizes: Any, device: Any = None, **options: Any) -> Tensor:
+        return new(*sizes, **options)
 
     with ExitStack() as stack, knobs.nvidia.scope(), knobs.cache.scope(), patch.object(driver, "_active", None):
         loaded = fake_driver(place)
         for where, name, stand_in in (
             (torch.Tensor, "is_cuda", True),
             (torch.Tensor, "device", DEVICE),
-            (torch, "empty", empty),
+            (torch, "empty", partial(here, torch.empty)),
+            (torch, "empty_strided", partial(here, torch.empty_strided)),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "device_count", lambda: 1),
             (torch.cuda, "get_device_properties", lambda index: H200),
@@ -68,6 +72,36 @@ def pretended_gpu(place: Path) -> Iterator[ctypes.CDLL]:
         ):
             stack.enter_context(patch.object(where, name, stand_in, create=True))
         yield loaded
+
+
+@contextmanager
+def pretended_compiler(place: Path) -> Iterator[list[str]]:
+    """A pretended GPU of its own, for which Triton decides as ever what has to be compiled. Yields the names of the
+    kernels that would have been."""
+    names: list[str] = []
+
+    def warm_up(kernel: JITFunction, *values: Any, grid: Any, **options: Any) -> Any:
+        kernel.run(*values, grid=grid, warmup=True, **options)  # raises what a hook raises
+        return compiled(kernel, *values, grid=grid, **options)
+
+    def note(kernel: JITFunction, key: str, signature: Any, device: int, *more: Any) -> str:
+        kernels, _, target, *_ = kernel.device_caches[device]
+        constants, options, attributes, is_warmup = more
+        hook, facts = knobs.runtime.jit_cache_hook, (constants, options, [attributes], is_warmup)
+        kernel._call_hook(hook, key, signature, target, device, *facts)
+        names.append(kernel.__name__)
+        return kernels.setdefault(key, key)
+
+    with (
+        pretended_gpu(place),
+        patch.object(JITFunction, "warmup", warm_up),
+        patch.object(JITFunction, "_do_compile", note),
+        patch.object(driver._active, "get_current_device", lambda number=next(numbers): number),
+        patch.object(launch, "_compiled", {}),
+        patch.object(launch, "_ready", set()),
+        patch.object(_known_calls, "calls", _known_calls.Remembered()),
+    ):
+        yield names
 
 
 class Compiled(SimpleNamespace):

@@ -331,18 +331,18 @@ def test_bailing(batch, problems, safe, prompts):
 
 @pytest.mark.parametrize("drafts", [0, DRAFTS])
 def test_while_vllm_profiles_every_form_of_calls_runs_once(batch, monkeypatch, drafts):
-    """On caches of its own, whose pages are vLLM's, and all rows are padding."""
-    called, run = [], warmup.run
+    """On caches of its own, whose pages are vLLM's."""
+    called, compile_call = [], warmup.compile_call
 
-    def counted(module, layer, x, m):
-        inputs, states = layer.options["convolution"].pool.mT, layer.options["state_pool"]
+    def counted(op, arguments):
+        inputs, states = arguments["convolution"].pool.mT, arguments["state_pool"]
         assert inputs.stride() == (4096, D, 1)
         assert states.stride() == (4096, V * K, K, 1)
         assert states.data_ptr() - inputs.data_ptr() == 4 * inputs[0].numel()
-        called.append((m.num_prefills, m.num_actual_tokens))
-        return run(module, layer, x, m)
+        called.append((arguments.get("max_prompts", 0), arguments["q"].shape[0] * arguments["q"].shape[1]))
+        compile_call(op, arguments)
 
-    monkeypatch.setattr(warmup, "run", counted)
+    monkeypatch.setattr(warmup, "compile_call", counted)
     layer, out = qwen(drafts=drafts), torch.zeros(40, HV, V)
     layer.cache_config.mamba_page_size_padded = 4 * 4096
     before = [pool.clone() for pool in layer.kv_cache]
@@ -444,7 +444,7 @@ def test_a_layer_whose_kernels_fail_while_vllm_profiles_runs_on_vllms_own_code(b
     def fail(*_):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(warmup, "run", fail)
+    monkeypatch.setattr(warmup, "compile_call", fail)
     layer, out = qwen(), torch.zeros(40, HV, V)
     with caplog.at_level(logging.WARNING, "vllm.flash_delta"):
         layer._forward_core(torch.randn(40, D), torch.randn(40, HV), torch.randn(40, HV), out)

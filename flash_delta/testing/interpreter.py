@@ -21,6 +21,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 def repair_interpreter() -> None:
     """Makes the interpreter compute bfloat16 in float32 and round the results. It may be called repeatedly.
 
+    A kernel's float stays a float, so that its product with a constant is a constant. The quotient of a constant and a
+    block is a block here, and no constant as in Triton.
+
     It also repairs faults of Triton 3.6. With numpy 2.4 it fails in loops up to a kernel's argument, since it takes
     ``int()`` of an array of one element. It cannot combine the comparison of two numbers with a block of comparisons,
     and it has no constants in bfloat16. Its minimum and maximum of a number and NaN are NaN. A GPU's are the number,
@@ -39,6 +42,7 @@ def repair_interpreter() -> None:
     InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     InterpreterBuilder.get_bf16 = lambda self, value: self.cast_impl(self.get_fp32(value), tl.bfloat16)
+    tl.constexpr.__truediv__ = _divide
     interpreter._patch_lang_tensor = _patch_lang_tensor
     interpreter._patch_lang = _patch_lang
     builder = interpreter.interpreter_builder
@@ -47,6 +51,7 @@ def repair_interpreter() -> None:
 
 _original_dot, _original_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 _original_unary_op, _original_binary_op = InterpreterBuilder.unary_op, InterpreterBuilder.binary_op
+_original_divide = tl.constexpr.__truediv__
 _original_patch_lang, _original_patch_lang_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 
 
@@ -87,6 +92,11 @@ def _binary_op(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, o
     if result.data.dtype == np.bool_:  # the interpreter gives a comparison the type of its operands
         return TensorHandle(result.data, tl.int1)
     return _narrow(result) if _is_bf16(lhs) else result
+
+
+def _divide(self: tl.constexpr, other: Any) -> Any:
+    quotient = _original_divide(self, other)
+    return quotient.value if isinstance(quotient.value, tl.tensor) else quotient
 
 
 def _patch_lang_tensor(tensor: type, scope: Any) -> None:

@@ -147,6 +147,17 @@ def warn(what: str, reason: Any) -> None:
 def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
     """Runs ``module`` between its projections. Returns False, and runs nothing, if the ops do not take it."""
     calls, places = calls_of(layer, x.first(m.num_actual_tokens), m)
+    if not takes(module, calls):
+        return False
+    for op, arguments in calls:
+        op(**arguments)
+    for at, (_, arguments) in zip(places, calls, strict=False):  # ``places`` may be empty
+        x.out.index_copy_(0, at, arguments["out"][0])
+    return True
+
+
+def takes(module: Any, calls: list[OpCall]) -> bool:
+    """Whether the ops take all of a module's calls. If not, vLLM's own code runs it from now on."""
     seen = module.__dict__.setdefault("_flash_delta_seen", set())
     for op, arguments in calls:
         form = op.__name__, *[name for name, value in arguments.items() if value is not None]
@@ -156,8 +167,4 @@ def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
                 decline(module, reason)
                 return False
             seen.add(form)
-    for op, arguments in calls:
-        op(**arguments)
-    for at, (_, arguments) in zip(places, calls, strict=False):  # ``places`` may be empty
-        x.out.index_copy_(0, at, arguments["out"][0])
     return True

@@ -1,6 +1,6 @@
 """Compiles kernels while vLLM profiles, before there are states and requests.
 
-A call has the tensors of vLLM's own trial, and caches of two blocks in vLLM's layout. Every row is padding.
+Examples of calls have the tensors of vLLM's own trial, and caches of two blocks in vLLM's layout.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.integrations.vllm.calls import Layer, Tokens, decline, run
+from flash_delta.integrations.vllm.calls import Layer, Tokens, calls_of, decline, takes
+from flash_delta.ops.serving.warmup import compile_call
 
 BLOCKS = 2
 LEAST = 32  # tokens; with fewer, vLLM does not profile but tries sizes of batches
@@ -29,8 +30,12 @@ def warm(module: Any, layer_of: Callable[[Any], tuple[Layer, Tokens]]) -> bool:
         layer, x = layer_of(_caches(module))
         if len(x.q) < LEAST:
             return True
-        if not all(run(module, layer, x, batch) for batch in _batches(module, x)):
+        batches = [calls_of(layer, x.first(batch.num_actual_tokens), batch) for batch in _batches(module, x)]
+        calls = [call for calls, _ in batches for call in calls]
+        if not takes(module, calls):
             return False
+        for op, arguments in calls:
+            compile_call(op, arguments)
         _warm.add(key)
     except Exception as error:  # if our kernels fail, the server starts with its own
         decline(module, f"{type(error).__name__}: {error}")

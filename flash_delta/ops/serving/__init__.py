@@ -2,19 +2,13 @@
 
 from flash_delta.ops.serving.around import Convolution, OutputNorm
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
-from flash_delta.ops.serving.forms import DecodeCalls, PrefillCalls, Slice
 from flash_delta.ops.serving.memory import workspace_bytes
 from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
-from flash_delta.ops.serving.spec import Serving
 from flash_delta.ops.serving.warmup import warmup
 
 __all__ = [
     "Convolution",
-    "DecodeCalls",
     "OutputNorm",
-    "PrefillCalls",
-    "Serving",
-    "Slice",
     "decode_gated_delta_rule",
     "decode_kda",
     "prefill_gated_delta_rule",

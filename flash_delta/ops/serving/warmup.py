@@ -1,127 +1,169 @@
-"""Everything compiled before the first request."""
+"""Everything compiled before the first request, from examples of calls."""
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash_delta.ops._backend import Explain
+from flash_delta.ops._check.options import refuse
+from flash_delta.ops.serving.around import Convolution
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
-from flash_delta.ops.serving.forms import DecodeCalls, PrefillCalls
 from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
-from flash_delta.ops.serving.spec import Serving
+from flash_delta.problem import Problem
 
-DECODE = {"gated_delta_rule": decode_gated_delta_rule, "kda": decode_kda}
-PREFILL = {"gated_delta_rule": prefill_gated_delta_rule, "kda": prefill_kda}
+OPS = (decode_gated_delta_rule, decode_kda, prefill_gated_delta_rule, prefill_kda)
+TOKENS, POOLS, VECTORS = ("q", "k", "v", "g", "beta"), ("state_pool", "write_pool"), ("A_log", "dt_bias")
+TABLES = ("write_indices", "parent_idx")  # tensors that may have a column for each token
 
 
-def warmup(spec: Serving, device: torch.device | str = "cuda", backend: str | None = None) -> dict[str, float]:
-    """Compile everything that the calls in ``spec`` can need, for any B, T, N and number of slots.
+def warmup(
+    calls: Iterable[tuple[Callable[..., Any], dict[str, Any]]], device: torch.device | str = "cuda"
+) -> list[float]:
+    """Compile everything that calls like the examples can need, for any B, T, N, number of slots, and values.
 
-    It makes such calls, on a few tokens that are all padding. This creates a CUDA context. It does not touch the
-    caller's tensors, and it frees what the calls allocate. Run it in every process, outside of the capture of a CUDA
-    graph, and once for each way in which a model makes calls. :func:`flash_delta.forbid_compilation` then shows whether
-    you forgot something.
+    A later call is like an example if it has the same op, options and optional arguments, and if its tensors have the
+    same dtypes and widths and lie in the same way: as slices of a projection with as many outputs, in pools with the
+    same gaps, from addresses that are multiples of 16 bytes or not. ``scale`` may differ. Tables of indices may have
+    any number of columns. Give an example for each way in which the server calls, with several rows and tokens where
+    it can have several: an axis of size 1 does not show how a tensor lies.
+
+    The examples' tensors are neither read nor written. Small tensors of padding stand in for them. Their memory is free
+    again when the function returns. Run it in every process, outside of the capture of a CUDA graph. It creates a CUDA
+    context. :func:`flash_delta.forbid_compilation` then shows whether you forgot something.
 
     At its end it calls ``gc.freeze()``, because a full garbage collection visits every object of every library and
     stops requests for some 100 ms. After ``gc.freeze()`` Python still frees objects to which nothing refers, except
     cycles that existed before. ``gc.unfreeze()`` undoes it.
 
     Args:
-        spec: how the server calls.
-        device: where the server will call.
-        backend: as given to the ops. Default None.
+        calls: pairs of a serving op and the arguments of a call, by name. Its tensors may be on "meta", and all its
+            indices may be padding.
+        device: where the server will call, for examples on "meta". Other examples are for the device of their tensors.
 
     Returns:
-        Seconds by call, such as ``{"decode_kda(write_indices)": 1.9}``. The time is near zero if Triton has the kernels
-        on disk, or if an earlier call has compiled them.
+        Seconds for each example. The time is near zero if Triton has the kernels on disk, or if an earlier example has
+        compiled them.
 
     Raises:
-        ValueError: the op says what is wrong with such a call.
+        ValueError: naming the argument of ``warmup`` or of the op, what was expected and what came.
+        TypeError: if arguments are missing, or if the op does not have them.
 
     Example:
-        >>> from flash_delta.ops.serving import Serving, warmup
-        >>> spec = Serving("kda", H=2, HV=2, K=16, V=16, state_v_first=True)
-        >>> seconds = warmup(spec, device="cpu")  # nothing to compile there
-        >>> sorted(seconds)
-        ['decode_kda(write_indices)', 'prefill_kda(write_indices)']
+        >>> import torch
+        >>> from flash_delta import decode_kda
+        >>> from flash_delta.ops.serving import warmup
+        >>> q = k = v = g = torch.empty(2, 1, 4, 64, device="meta")
+        >>> beta, pool = q[..., 0], torch.empty(8, 4, 64, 64, device="meta")
+        >>> rows = torch.empty(2, dtype=torch.int32, device="meta")
+        >>> call = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state_pool": pool, "read_indices": rows}
+        >>> call |= {"write_indices": rows, "state_v_first": True}
+        >>> seconds = warmup([(decode_kda, call)], device="cpu")  # nothing to compile there
+        >>> len(seconds)
+        1
     """
-    seconds = {}
-    for name, op, arguments in calls(spec, torch.device(device)):
+    seconds = []
+    for op, arguments in calls:
         start = time.perf_counter()
-        op(**arguments, backend=backend)
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        compile_call(op, arguments, device)
+        seconds.append(time.perf_counter() - start)
     gc.collect()
     gc.freeze()
     return seconds
 
 
-def calls(spec: Serving, device: torch.device) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yields names, ops and arguments. Decoding one token compiles another kernel than decoding several. Prefill
-    compiles for two kinds of row stride: multiples of 16, and others."""
-    for form in spec.decode:
-        for T in (1, 2):
-            yield called(DECODE[spec.rule], form), *decode_call(spec, form, T, device)
-    for form in spec.prefill:
-        for T in (1, 16):
-            yield called(PREFILL[spec.rule], form), *prefill_call(spec, form, T, 1, device)
+@torch.no_grad()
+def compile_call(op: Callable[..., Any], arguments: dict[str, Any], device: torch.device | str = "cuda") -> None:
+    """Runs calls like this one, on padding of all lengths for which other code is compiled."""
+    problem = described("warmup", op, arguments)
+    place = problem.device
+    if place.type == "meta":
+        place = torch.device(device)
+        if place.type == "meta" or (place.type == "cuda" and not torch.cuda.is_available()):
+            refuse("warmup", "device", 'a device that this process has, for a call on "meta"', place)
+    for rows, T in _sizes(problem, arguments.get("convolution")):
+        op(**_stand_ins(arguments, rows, T, place))
 
 
-def decode_call(spec: Serving, form: DecodeCalls, T: int, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Op and arguments, for one row."""
-    columns = () if not form.num_accepted_tokens else (1,)
-    x = spec.arguments(1, T, device) | {"read_indices": padding(spec, device, 1, *columns)}
-    x |= {name: padding(spec, device, 1) for name in ("write_indices", "num_accepted_tokens") if getattr(form, name)}
-    rows = form.write_pool and spec.write_rows
-    if form.cu_seqlens and form.write_indices and not rows:  # the columns of a table limit the tokens of a row
-        x["write_indices"] = padding(spec, device, 1, T)
-    if form.cu_seqlens:
-        x["cu_seqlens"] = torch.tensor([0, T], dtype=spec.index_dtype, device=device)
-    if form.write_pool:
-        x["write_pool"] = spec.write_pool(T, device)
-    x |= around(spec, form, T, device, spec.places(T) if form.write_pool else None)
-    if form.parent_idx:
-        tables = ("parent_idx",) if rows else ("write_indices", "parent_idx")
-        x |= {name: padding(spec, device, 1, T) for name in tables}
-    return DECODE[spec.rule], x
+@torch.no_grad()
+def described(caller: str, op: Callable[..., Any], arguments: dict[str, Any]) -> Problem:
+    """Checks a call of a serving op, which does not run."""
+    if op not in OPS:
+        refuse(caller, "op", f"one of {', '.join(o.__name__ for o in OPS)}", getattr(op, "__name__", repr(op)))
+    return op(**arguments | {"backend": Explain(arguments.get("backend"))}).problem
 
 
-def prefill_call(spec: Serving, form: PrefillCalls, T: int, N: int, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """Op and arguments; the first sequence has all tokens."""
-    x = spec.arguments(1, T, device) | {
-        "read_indices": padding(spec, device, N),
-        "batch_invariant": form.batch_invariant,
-    }
-    x["cu_seqlens"] = torch.arange(N + 1, dtype=spec.index_dtype, device=device).clamp(max=1) * T
-    if form.write_indices:
-        x["write_indices"] = padding(spec, device, N)
-    if form.has_initial_state:
-        x["has_initial_state"] = torch.ones(N, dtype=torch.bool, device=device)
-    if form.checkpoint_offsets:
-        x |= {name: padding(spec, device, N) for name in ("checkpoint_indices", "checkpoint_offsets")}
-    elif form.checkpoint_indices:
-        x |= {"checkpoint_indices": padding(spec, device, N, 1), "checkpoint_every": 64}
-    x |= around(spec, form, T, device)
-    return PREFILL[spec.rule], x
+def _sizes(p: Problem, convolution: Convolution | None) -> tuple[tuple[int, int], ...]:
+    """Numbers of rows and of their tokens that stand for all. Decoding one token compiles another kernel than decoding
+    several, unless rows are packed. Prefill compiles for three kinds of row stride: one, multiples of 16, and others.
+    Decoding has two rows, since calls of one token are known as the same call however it lies."""
+    if not p.recurrent:
+        return (1, 1), (1, 3), (1, 16)
+    alone = p.rolling and convolution.pool.shape[2] < p.taps  # a window has room for one token only
+    return ((2, 1),) if p.packed or alone else ((2, 1), (2, 2))
 
 
-def around(
-    spec: Serving, form: DecodeCalls | PrefillCalls, T: int, device: torch.device, apart: tuple[int, ...] | None = None
-) -> dict[str, Any]:
-    """What a call in one row has around the rule; ``apart``: as `Serving.convolution` has it."""
-    x: dict[str, Any] = {}
-    if form.convolution:
-        x["convolution"] = spec.convolution(device, apart)
-    if form.output_norm:
-        x["output_norm"] = spec.output_norm(1, T, device)
+def _stand_ins(arguments: dict[str, Any], rows: int, T: int, device: torch.device) -> dict[str, Any]:
+    """The arguments of a call for rows or sequences of T tokens, all of them padding. ``out`` is left out, since no
+    code depends on it."""
+    x = {name: value for name, value in arguments.items() if name != "out"}
+    size = (rows, T) if x.get("cu_seqlens") is None else (1, rows * T)
+    for name, t in x.items():
+        if name in TOKENS:
+            x[name] = _tokens(t, size, device)
+        elif name in POOLS and t is not None:
+            x[name] = _pool(t, T, 4, device)
+        elif name == "cu_seqlens" and t is not None:
+            x[name] = _like(t, (rows + 1,), device).copy_(torch.arange(rows + 1) * T)
+        elif isinstance(t, Tensor):
+            shape = t.shape if name in VECTORS else (rows, T if name in TABLES else 1)[: t.dim()]
+            x[name] = _like(t, shape, device)
+    convolution, norm = x.get("convolution"), x.get("output_norm")
+    if convolution is not None:
+        pool, weight, bias, target, _ = convolution
+        x["convolution"] = convolution._replace(
+            pool=_pool(pool, T, 3, device),
+            weight=_like(weight, weight.shape, device),
+            bias=None if bias is None else _like(bias, bias.shape, device),
+            write_pool=None if target is None else _pool(target, T, 3, device),
+        )
+    if norm is not None:
+        weight = _like(norm.weight, norm.weight.shape, device)
+        x["output_norm"] = norm._replace(gate=_tokens(norm.gate, size, device), weight=weight)
     return x
 
 
-def padding(spec: Serving, device: torch.device, *shape: int) -> Tensor:
-    return torch.full(shape, -1, dtype=spec.index_dtype, device=device)
+def _tokens(t: Tensor, size: tuple[int, int], device: torch.device) -> Tensor:
+    """So many rows and tokens, which lie as those of t ``[B, T, ...]``. Rows follow each other without gaps, unless
+    rows of t have gaps, or a stride that is no multiple of a token's."""
+    (B, T), (row, token, *others) = t.shape[:2], t.stride()
+    token = token if T > 1 else row
+    gaps = row != T * token if B > 1 and T > 1 else token == 0 or row % token > 0
+    return _like(t, (*size, *t.shape[2:]), device, (row if gaps else size[1] * token, token, *others))
 
 
-def called(op: Any, form: tuple) -> str:
-    return f"{op.__name__}({', '.join(name for name, given in form._asdict().items() if given)})"
+def _pool(t: Tensor, T: int, axes: int, device: torch.device) -> Tensor:
+    """Two slots of a pool whose slots make it have so many ``axes``, or two rows with room for more than T tokens. They
+    lie as close to each other as slots of which compiled code knows the same: how far they lie apart, modulo 16."""
+    inner = (T + 1, *t.shape[2:]) if t.dim() > axes else t.shape[1:]
+    apart, *strides = t.stride()
+    if apart < 2**31:
+        span = _span(inner, strides)
+        apart = span + (apart - span) % 16
+    return _like(t, (min(len(t), 2), *inner), device, (apart, *strides))
+
+
+def _like(t: Tensor, size: Sequence[int], device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
+    """A tensor of padding: numbers are 0, and indices -1. Its strides are those of t unless given, and its address is
+    as far from a multiple of 16 bytes."""
+    strides, start = strides or t.stride(), t.data_ptr() % 16 // t.element_size()
+    memory = torch.empty(start + _span(size, strides), dtype=t.dtype, device=device)
+    return memory.fill_(0 if t.is_floating_point() else -1).as_strided(size, strides, start)
+
+
+def _span(size: Sequence[int], strides: Sequence[int]) -> int:
+    """How many numbers there are from a tensor's first to its last."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
