@@ -140,10 +140,10 @@ def test_all_tiles_give_the_same_bits(kind, monkeypatch):
     found, x = [], mixed(kind) | {"batch_invariant": True}
     for width in (16, 32, 64, 128):
 
-        def walks(kernel, p, chip, every, *choice, width=width):
+        def launches(kernel, p, chip, every, *choice, width=width):
             return tuple(PoolLaunch(t, p.N) for t in scan_tiles(kernel, p, chip, True) if every or width == t.BV)
 
-        monkeypatch.setattr(scan, "walks", walks)
+        monkeypatch.setattr(scan, "scan_launches", launches)
         _known_calls.calls.clear()
         found.append(run(kind, x, "triton"))
     _known_calls.calls.clear()
