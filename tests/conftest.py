@@ -45,8 +45,6 @@ LONG = {  # of tests with many cases, those that take long: beside each of them 
     "test_triton_kernels.py::test_against_the_recurrence[delta-rule-packed-float32-changes17]",
     "test_triton_kernels.py::test_against_the_recurrence[gdn-packed-float32-changes1]",
     "test_triton_kernels.py::test_against_the_recurrence[simple-gla-packed-float32-changes19]",
-    "test_warmup.py::test_calls_as_described_depend_on_nothing_new[gdn]",
-    "test_warmup.py::test_calls_as_described_depend_on_nothing_new[kda-bounded]",
     "test_warmup.py::test_scratch_of_descriptors[sm_100]",
 }
 

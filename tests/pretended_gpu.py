@@ -79,6 +79,7 @@ def pretended_compiler(place: Path) -> Iterator[list[str]]:
     """A pretended GPU of its own, for which Triton decides as ever what has to be compiled. Yields the names of the
     kernels that would have been."""
     names: list[str] = []
+    number = next(numbers)
 
     def warm_up(kernel: JITFunction, *values: Any, grid: Any, **options: Any) -> Any:
         kernel.run(*values, grid=grid, warmup=True, **options)  # raises what a hook raises
@@ -96,7 +97,7 @@ def pretended_compiler(place: Path) -> Iterator[list[str]]:
         pretended_gpu(place),
         patch.object(JITFunction, "warmup", warm_up),
         patch.object(JITFunction, "_do_compile", note),
-        patch.object(driver._active, "get_current_device", lambda number=next(numbers): number),
+        patch.object(driver._active, "get_current_device", lambda: number),
         patch.object(launch, "_compiled", {}),
         patch.object(launch, "_ready", set()),
         patch.object(_known_calls, "calls", _known_calls.Remembered()),

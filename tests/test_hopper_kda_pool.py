@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from example_calls import example
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
 from prompt_truth import check_resumed, make_prompts, on_cpu, prompts_truth, run_prompts
@@ -25,9 +26,8 @@ from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
-from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
+from flash_delta.ops.serving import _run
 from flash_delta.ops.serving.around import around_of
-from flash_delta.ops.serving.warmup import prefill_call
 from flash_delta.problem import Inputs, Problem, Slots
 from flash_delta.testing import allowed, products_in, relative_error
 from tests.gluon_emulator import Kernel, emulated
@@ -309,7 +309,7 @@ def test_launches_for_the_prompts_that_there_may_be():
             assert {t.tile for t in launches(HV=HV, batch_invariant=True, **changes)} == {tile}
 
 
-FORMS = [PrefillCalls(), PrefillCalls(True, True, True), PrefillCalls(convolution=True, output_norm=True)]
+FORMS = ["prefill", "prefill fresh stride", "prefill conv norm"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -327,8 +327,10 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form, HV):
     monkeypatch.setattr(prefill, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
     monkeypatch.setattr(triton, "remember_served", lambda *args: None)
     monkeypatch.setattr(prefill, "run", note)
-    spec = Serving("kda", HV, HV, 128, 128, True, q=Slice(stride), g=Slice(stride))
-    op, arguments = prefill_call(spec, form, 5000, 70, torch.device("meta"))
+    op, arguments = example(form, "kda", (HV, HV, 128, 128), 70, 72, device="meta")
+    for name in ("q", "g"):
+        size = arguments[name].shape
+        arguments[name] = arguments["q"].new_empty(5040 * 8192).as_strided(size, (5040 * stride, stride, 128, 1))
     p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
     x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
     s = Slots(**{name: arguments.get(name) for name in Slots._fields})

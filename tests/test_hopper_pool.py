@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from example_calls import example
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
 from prompt_truth import check_prompts, make_prompts
@@ -30,9 +31,8 @@ from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
-from flash_delta.ops.serving import PrefillCalls, Serving, Slice, _run
+from flash_delta.ops.serving import _run
 from flash_delta.ops.serving.around import around_of
-from flash_delta.ops.serving.warmup import prefill_call
 from flash_delta.problem import Inputs, Problem, Slots
 from tests.gluon_emulator import Kernel, emulated, take_every_call
 
@@ -445,18 +445,12 @@ def test_launches_for_the_prompts_that_there_may_be():
     assert launches(every=True) == (PoolLaunch(WIDE, 65, 0, ANY), PoolLaunch(NARROW, 65, 0, ANY))
 
 
-FORMS = [
-    PrefillCalls(),
-    PrefillCalls(True, True, True),
-    PrefillCalls(batch_invariant=True),
-    PrefillCalls(checkpoint_offsets=True),
-    PrefillCalls(convolution=True, output_norm=True),
-]
+FORMS = ["prefill", "prefill fresh stride", "prefill invariant", "prefill offset", "prefill conv norm"]
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stride", [4096, 4100], ids=["described", "copied"])
-@pytest.mark.parametrize(("T", "N"), [(1, 1), (64, 1), (5000, 1), (5000, 70), (40000, 1)])
+@pytest.mark.parametrize(("T", "N"), [(1, 1), (64, 1), (5000, 1), (5040, 70), (40000, 1)])
 def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
     """To the byte, for every form: what only kernels use is one allocation, in which a part's end is rounded up."""
     asked = []
@@ -469,13 +463,15 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
     monkeypatch.setattr(backend, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
     monkeypatch.setattr(triton, "remember_served", lambda *args: None)
     monkeypatch.setattr(backend, "run", note)
-    spec = Serving("gated_delta_rule", 4, 8, 128, 128, True, q=Slice(stride))
-    op, arguments = prefill_call(spec, form, T, N, torch.device("meta"))
+    more = {"batch_invariant": True} if "invariant" in form else {}
+    op, arguments = example(form, "gdn", (4, 8, 128, 128), N, T // N, device="meta", **more)
+    memory = arguments["q"].new_empty(T * stride)
+    arguments["q"] = memory.as_strided(arguments["q"].shape, (T * stride, stride, 128, 1))
     p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
     x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
     s = Slots(**{name: arguments.get(name) for name in Slots._fields})
     around, *_ = around_of(p.op, arguments.get("convolution"), arguments.get("output_norm"))
     backend.prefill(p, x, s, around)
-    copies = 3 * form.convolution or int(stride == 4100)
+    copies = 3 * ("conv" in form) or int(stride == 4100)
     assert len(asked) - copies == 6 + 2 * (T >= 5000), "those for parts only of long prompts"
     assert sum(asked) == backend.workspace_bytes(p, x)

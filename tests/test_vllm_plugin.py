@@ -401,6 +401,7 @@ def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(batch, monkeypat
     call(40)
     before = dict(compile_key.numbers)
     assert before
+    assert len(warmup._warm) == 1
 
     def on(*values):
         return index(*values).to(device)

@@ -1,32 +1,26 @@
-"""Before the first request: all that calls can need is compiled, what they take is known, and then nothing compiles."""
+"""Before the first request: all that calls like the examples can need is compiled, and then nothing compiles."""
 
 import gc
+import shutil
 import weakref
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
 from math import prod
 
 import pytest
 import torch
-from serving_truth import DEVICES, KINDS, needs_triton
+from example_calls import example
+from serving_truth import DEVICES, needs_triton
 from serving_truth import make_call as make_decode
-from test_serving_packed import packed
-from test_serving_step import make_step
 
 import flash_delta
 from flash_delta.compiler.pool import clean_processes
-from flash_delta.ops.serving import Convolution, DecodeCalls, PrefillCalls, Serving, Slice, warmup, workspace_bytes
+from flash_delta.ops.serving import warmup, workspace_bytes
 from flash_delta.ops.serving.around import NOTHING
-from flash_delta.ops.serving.warmup import calls, decode_call, prefill_call
 from flash_delta.problem import Inputs, Slots
 
-RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
-EVERY = tuple(DecodeCalls(*form) for form in product((True, False), repeat=3) if form[0] or not form[2])
-SPECS = {
-    "gdn": Serving("gated_delta_rule", 1, 2, 16, 24, True, torch.float32, decode=EVERY),
-    "kda-bounded": Serving("kda", 1, 2, 16, 24, True, torch.float32, **RAW, lower_bound=-5.0, decode=EVERY),
-}
+SMALL = (1, 2, 16, 24)  # H, HV, K, V
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +30,19 @@ def unfrozen():
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Returns a folder for what is compiled once."""
+    return tmp_path_factory.mktemp("driver")
+
+
 def test_what_is_there_is_not_collected_again():
     """Nor what was garbage before kept alive by that."""
     loop = Loop()
     loop.own, garbage = loop, weakref.ref(loop)
     del loop
     before = gc.get_freeze_count()
-    warmup(replace(SPECS["gdn"], decode=(), prefill=()), "cpu")
+    assert warmup([], "cpu") == []
     assert gc.get_freeze_count() > before + 10_000
     assert garbage() is None
     assert len(gc.get_objects()) < 10_000
@@ -52,38 +52,87 @@ class Loop:
     own = None
 
 
-@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
-def test_what_was_warmed_up_is_told(rule):
-    spec = Serving(rule, 1, 2, 16, 24, False, decode=(DecodeCalls(), DecodeCalls(True, True, True)))
-    forms = (
-        PrefillCalls(),
-        PrefillCalls(True, True, True, True),
-        PrefillCalls(checkpoint_offsets=True),
-        PrefillCalls(False, convolution=True, output_norm=True),
+FORMS = {
+    "decode": [
+        "decode", "decode reads raw", "decode each counted", "decode raw each counted tree", "decode conv norm",
+        "decode paged conv norm", "decode packed", "decode packed each counted rolling conv norm",
+        "decode packed each counted paged rolling conv norm", "decode apart each conv", "decode apart rows",
+        "decode apart rows tree norm",
+    ],
+    "prefill": [
+        "prefill", "prefill reads", "prefill raw fresh stride", "prefill fresh offset", "prefill raw fresh conv norm",
+        "prefill paged fresh conv norm",
+    ],
+}  # fmt: skip
+LATER = {  # rows, tokens of a row, slots
+    "decode": [(1, 1, 1), (1, 2, 4), (1, 4, 9), (3, 1, 9), (16, 3, 99)],
+    "prefill": [(1, 1, 1), (1, 2, 3), (1, 3, 3), (1, 16, 9), (2, 65, 9), (70, 7, 9), (3, 1000, 5), (1, 16384, 2)],
+}
+
+
+def compiled_later(place, backend, rule, sizes, forms, wide):
+    """Which kernels calls compile before, during and after a ban; these are calls of other sizes, and one of another
+    dtype."""
+    from pretended_gpu import pretended_compiler
+
+    counts = []
+    for form in forms:
+        make = partial(example, form, rule, sizes, wide=wide, backend=backend)
+        later = LATER[form.split()[0]]
+        with pretended_compiler(place) as names:
+            warmup([make(2, 3, 9)] + [make(1, 1, 9)] * (wide is not None))  # a row alone loses strides of a slice
+            before = len(names)
+            with flash_delta.forbid_compilation():
+                for size in later:
+                    op, x = make(*size)
+                    op(**x)
+                with pytest.raises(RuntimeError, match="which forbid_compilation"):
+                    op(**x | {"beta": x["beta"].float()})
+            assert len(names) == before, form
+            counts.append(before)
+    return counts
+
+
+@needs_triton
+@needs_gcc
+@pytest.mark.parametrize(
+    ("backend", "kind", "rule", "sizes"),
+    [
+        ("triton", "decode", "gdn", (2, 4, 64, 64)),
+        ("triton", "decode", "gdn", (1, 1, 16, 24)),
+        ("triton", "decode", "kda", (1, 3, 40, 64)),
+        ("triton", "prefill", "gdn", (1, 1, 16, 24)),
+        ("triton", "prefill", "kda", (4, 4, 128, 128)),
+        ("hopper", "prefill", "gdn", (2, 4, 128, 128)),
+        ("hopper", "prefill", "gdn", (16, 32, 64, 64)),
+        ("hopper", "prefill", "kda", (4, 4, 128, 128)),
+        (None, "prefill", "gdn", (4, 4, 64, 64)),
+    ],
+)
+@pytest.mark.parametrize("wide", [None, 7], ids=["own", "slices"])
+def test_later_calls_compile_nothing(process, place, backend, kind, rule, sizes, wide):
+    """Whatever their sizes. Triton decides what it would compile, for a GPU that is none."""
+    counts = process.submit(compiled_later, place, backend, rule, sizes, FORMS[kind], wide).result()
+    assert all(counts)
+
+
+def compiled_by_threads(place, count):
+    """What threads compile that warm up with the same examples."""
+    from pretended_gpu import pretended_compiler
+
+    calls = [example(form, "gdn", (2, 4, 64, 64), 2, 3, backend="triton") for form in ("decode", "prefill fresh")]
+    with pretended_compiler(place) as names, ThreadPoolExecutor(count) as threads:
+        for future in [threads.submit(warmup, calls) for _ in range(count)]:
+            assert len(future.result()) == 2
+    return sorted(names)
+
+
+@needs_triton
+@needs_gcc
+def test_threads_may_warm_up(process, place):
+    assert (
+        process.submit(compiled_by_threads, place, 4).result() == process.submit(compiled_by_threads, place, 1).result()
     )
-    spec = replace(spec, prefill=forms)
-    seconds = warmup(spec, "cpu")
-    assert all(0 < s < 60 for s in seconds.values())
-    assert [name.removeprefix("decode_").removeprefix("prefill_") for name in seconds] == [
-        f"{rule}(write_indices)",
-        f"{rule}(write_indices, num_accepted_tokens, parent_idx)",
-        f"{rule}(write_indices)",
-        f"{rule}(write_indices, has_initial_state, checkpoint_indices, batch_invariant)",
-        f"{rule}(write_indices, checkpoint_offsets)",
-        f"{rule}(convolution, output_norm)",
-    ]
-    assert warmup(replace(spec, decode=(), prefill=()), "cpu") == {}
-
-
-def test_descriptions_that_cannot_be():
-    with pytest.raises(ValueError, match="Serving: rule: expected 'gated_delta_rule' or 'kda', got 'gdn'"):
-        Serving("gdn", 1, 2, 16, 24, True)
-    with pytest.raises(ValueError, match="Serving: lower_bound: expected None with rule 'gated_delta_rule', got -5"):
-        Serving("gated_delta_rule", 1, 2, 16, 24, True, lower_bound=-5.0)
-    with pytest.raises(ValueError, match=r"decode_kda: lower_bound: expected a number in \[-5, 0\), got -6"):
-        warmup(Serving("kda", 1, 2, 16, 24, True, use_gate_in_kernel=True, lower_bound=-6.0), "cpu")
-    with pytest.raises(ValueError, match="workspace_bytes: device: expected a GPU, got cpu"):
-        workspace_bytes(SPECS["gdn"], 8, 1, "cpu")
 
 
 def keys():
@@ -93,140 +142,88 @@ def keys():
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", SPECS)
-def test_calls_as_described_depend_on_nothing_new(kind):
-    """Any batch, number of tokens, table and pool: what the launcher knows compiled code by is there already."""
-    device = DEVICES["triton"]
-    warmup(replace(SPECS[kind], prefill=()), device, "triton")
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+@pytest.mark.parametrize(
+    "form",
+    ["decode raw each counted tree", "decode paged packed each counted rolling conv norm", "prefill fresh offset"],
+)
+def test_examples_on_meta_stand_for_calls_of_the_device(rule, form):
+    """What the launcher knows compiled code by is there already. Kernels run on what stands in, and leave its bounds
+    alone. Another layout is another kernel's."""
+    device, options = DEVICES["triton"], {"wide": 2, "dtype": torch.float32, "backend": "triton"}
+    warmup([example(form, rule, SMALL, 2, 3, device="meta", **options)], device)
     before = keys()
-    for form, (B, T, W, slots) in product(EVERY, [(1, 1, 1, 9), (3, 1, 7, 30), (2, 5, 5, 11), (1, 16, 3, 64)]):
-        x = make_decode(kind, B=B, T=T, slots=slots, device=device)
-        x |= {"scale": 0.1}
-        if kind == "kda-bounded":
-            x |= {"allow_neg_eigval": False, "dt_bias": x["dt_bias"].view(2, 16)}
-        table = torch.arange(B * max(T, W), dtype=torch.int32, device=device).view(B, -1) % slots
-        x["read_indices"] = table[:, 0].contiguous()
-        if form.num_accepted_tokens:
-            x |= {"read_indices": table[:, :W], "num_accepted_tokens": table[:, 0].contiguous()}
-        if form.write_indices:
-            x["write_indices"] = table[:, :T]
-        if form.parent_idx:
-            x["parent_idx"] = table[:, :T].contiguous()
-        KINDS[kind][0](**x, backend="triton")
-        if form == DecodeCalls():
-            KINDS[kind][0](**(x | {"write_indices": x["read_indices"]}), backend="triton")
-    assert keys() == before
-    KINDS[kind][0](**(x | {"g": x["g"].to(torch.bfloat16)}), backend="triton")
-    assert len(keys()) == len(before) + 1
-
-
-@needs_triton
-def test_slices_of_a_projection_are_described():
-    """q, k and v of one, g and beta of another, a pool whose slots have gaps."""
-    device, widths = DEVICES["triton"], (16, 16, 48)
-    where = {"q": Slice(90), "k": Slice(90, 16), "v": Slice(90, 32), "g": Slice(5, 1), "beta": Slice(5, 3)}
-    warmup(replace(SPECS["gdn"], **where, slot=1000, decode=(DecodeCalls(),), prefill=()), device, "triton")
+    for rows, tokens in ((1, 2), (3, 4)) if "decode" in form else ((2, 9), (1, 17)):
+        op, x = example(form, rule, SMALL, rows, tokens, device=device, **options)
+        op(**x)
+        new = keys().keys() - before.keys()
+        assert all(flags.kind == ("prefill",) for flags, _ in new), "whose rows lie apart modulo 16"
     before = keys()
-    for T in (1, 4):
-        x = make_decode("gdn", B=3, T=T, device=device)
-        q, k, v = torch.randn(3 * T, 90, device=device)[:, : sum(widths)].split(widths, 1)
-        g, beta = (-torch.rand(3 * T, 5, device=device))[:, 1:].split(2, 1)
-        x |= {"q": q.view(3, T, 1, 16), "k": k.view(3, T, 1, 16), "v": v.unflatten(0, (3, T)).unflatten(2, (2, 24))}
-        x |= {"g": g.view(3, T, 2), "beta": beta.view(3, T, 2)}
-        x["state_pool"] = torch.zeros(9, 1000, device=device)[:, : 2 * 24 * 16].view(9, 2, 24, 16)
-        x["read_indices"] = x["write_indices"] = x["read_indices"].int()
-        flash_delta.decode_gated_delta_rule(**x, backend="triton")
-        assert keys() == before
-    flash_delta.decode_gated_delta_rule(**(x | {"q": x["q"].contiguous()}), backend="triton")
-    assert len(keys()) == len(before) + 1
-
-
-@needs_triton
-def test_whole_steps_are_described():
-    """With a convolution and an output norm; without them, or with other taps, it is another kernel."""
-    device, form = DEVICES["triton"], DecodeCalls(convolution=True, output_norm=True)
-    spec = replace(SPECS["gdn"], conv_bias=True, conv_inputs=3, decode=(form,), prefill=())
-    warmup(spec, device, "triton")
-    before = keys()
-    for B, T, slots in ((1, 1, 9), (3, 1, 20), (2, 3, 11)):
-        x, conv = make_step("gdn", L=3, B=B, T=T, slots=slots, device=device)
-        x["read_indices"] = x["write_indices"] = x["read_indices"].int()
-        flash_delta.decode_gated_delta_rule(**x, convolution=Convolution(*conv), backend="triton")
-        assert keys() == before
-    flash_delta.decode_gated_delta_rule(**x, backend="triton")
-    assert len(keys()) == len(before) + 1
-    shorter = Convolution(conv[0], conv[1][:, 1:].contiguous(), conv[2])
-    flash_delta.decode_gated_delta_rule(**x, convolution=shorter, backend="triton")
-    assert len(keys()) == len(before) + 2
-
-
-@needs_triton
-def test_packed_rows_and_rolling_windows_are_described():
-    """In a pool of another dtype than q. Longer slots, or other windows, are another kernel's."""
-    device, forms = DEVICES["triton"], (DecodeCalls(True, True, convolution=True, output_norm=True, cu_seqlens=True),)
-    conv = {"conv_bias": True, "conv_inputs": 7, "conv_pool_dtype": torch.bfloat16, "conv_rolling": True}
-    warmup(replace(SPECS["gdn"], **conv, decode=forms, prefill=()), device, "triton")
-    before = keys()
-    for lengths, W in (([1], 1), ([2, 0, 3], 5)):
-        T, B = max(lengths), len(lengths)
-        x, windows = make_step("gdn", B=B, T=T, L=7, windows=torch.bfloat16, device=device)
-        index = torch.arange(B * W, dtype=torch.int32, device=device).view(B, W)
-        x |= {"read_indices": index, "write_indices": index, "num_accepted_tokens": index[:, 0] * 0 + 1}
-        x = packed(x, lengths, behind=2)
-        KINDS["gdn"][0](**x, convolution=Convolution(*windows, rolling=True), backend="triton")
-        assert keys() == before
-    longer = torch.cat([windows[0], windows[0]], 2)
-    KINDS["gdn"][0](**x, convolution=Convolution(longer, *windows[1:], rolling=True), backend="triton")
-    KINDS["gdn"][0](**x, convolution=Convolution(longer.float(), *windows[1:], rolling=True), backend="triton")
-    KINDS["gdn"][0](**x, convolution=Convolution(longer[:, :, :4], *windows[1:]), backend="triton")
-    assert len(keys()) == len(before) + 3
-
-
-def pages(count, drafts, D, device):
-    """vLLM's windows: blocks ``[W - 1 + drafts, D]`` on pages that are larger, as calls get them."""
-    page = (3 + drafts) * D + 80
-    return torch.zeros(count, page, device=device)[:, : (3 + drafts) * D].view(count, 3 + drafts, D).mT
-
-
-@needs_triton
-@pytest.mark.parametrize("drafts", [0, 3], ids=["tokens", "drafts"])
-def test_windows_of_vllm_are_described(drafts):
-    """Transposed, with gaps between blocks; with drafts they roll. A pool of another layout is another kernel's."""
-    device, D = torch.device(DEVICES["triton"]), 2 * 16 + 2 * 24
-    conv = {"conv_inputs": 3 + drafts, "conv_slot": (3 + drafts) * D + 80, "conv_channels_last": True}
-    form = DecodeCalls(True, drafts > 0, convolution=True, output_norm=True, cu_seqlens=drafts > 0)
-    prompts = PrefillCalls(True, True, convolution=True, output_norm=True)
-    spec = replace(SPECS["gdn"], **conv, conv_rolling=drafts > 0, decode=(form,), prefill=(prompts,))
-    assert {pool.stride() for pool in described(spec, device)} == {pages(2, drafts, D, device).stride()}
-    warmup(spec, device, "triton")
-    before = keys()
-    for B in (1, 3):
-        x, windows = make_step("gdn", B=B, T=1 + drafts, slots=9, bias=False, device=device)
-        index = torch.arange(B * (1 + drafts), dtype=torch.int32, device=device).view(B, 1 + drafts) % 9
-        x |= {"read_indices": index if drafts else index[:, 0], "write_indices": index if drafts else index[:, 0]}
-        if drafts:
-            x = packed(x | {"num_accepted_tokens": index[:, 0] * 0 + 1}, [1 + drafts] * B)
-        convolution = Convolution(pages(9, drafts, D, device), windows[1], rolling=drafts > 0)
-        KINDS["gdn"][0](**x, convolution=convolution, backend="triton")
-        assert keys() == before
-    op, x = prefill_call(spec, prompts, 17, 2, device)  # rows of g lie as those of one token, modulo 16
-    pool = torch.zeros(4, *x["state_pool"].shape[1:], device=device)
-    x |= {"state_pool": pool, "convolution": x["convolution"]._replace(pool=pages(4, drafts, D, device))}
-    op(**x, backend="triton")
-    assert keys() == before
-    dense = x["convolution"].pool.contiguous()
-    op(**(x | {"convolution": x["convolution"]._replace(pool=dense)}), backend="triton")
+    op(**x | {"beta": x["beta"].double().float().contiguous()})
+    op(**x | {"state_pool": x["state_pool"].to(torch.bfloat16)})
     assert len(keys()) > len(before)
 
 
-def described(spec, device):
-    return [x["convolution"].pool for _, _, x in calls(spec, device)]
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("form", ["decode raw each apart conv norm", "prefill raw fresh stride conv norm"])
+def test_an_example_is_not_touched(rule, backend, form):
+    """Also if its indices are real, its parameters are a module's, and it has an output."""
+    op, x = example(form, rule, SMALL, 2, 3, dtype=torch.float32, backend=backend, device=DEVICES[backend])
+    x |= {name: x[name].fill_(1) for name in x if name.endswith("_indices")}
+    x |= {name: torch.nn.Parameter(x[name]) for name in ("A_log", "dt_bias")}
+    x["out"] = torch.zeros_like(x["v"])
+    tensors = [t for value in x.values() for t in (value if isinstance(value, tuple) else [value])]
+    tensors = [t.detach() for t in tensors if isinstance(t, torch.Tensor)]
+    for t in tensors:
+        t.copy_(torch.ones_like(t) if t.is_floating_point() else t)
+    before, versions = [t.clone() for t in tensors], [t._version for t in tensors]
+    assert [0 < s < 60 for s in warmup([(op, x)], DEVICES[backend])] == [True]
+    assert all(map(torch.equal, tensors, before))
+    assert [t._version for t in tensors] == versions
+
+
+@pytest.mark.parametrize("form", ["decode paged packed conv norm", "prefill paged fresh stride conv norm"])
+def test_what_stands_in_is_small(monkeypatch, form):
+    """For prompts of gigabytes, pools of terabytes, and slots that lie a gigabyte apart."""
+    asked, empty = [], torch.empty
+    op, x = example(form, "gdn", (16, 32, 128, 128), 2**12, 2**8, 2**20, device="meta")
+    pool = x["state_pool"]
+    x["state_pool"] = torch.empty_strided(pool.shape, (2**28, *pool.stride()[1:]), device="meta")
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: asked.append(empty(*size, **options)) or asked[-1])
+    warmup([(op, x | {"backend": "torch"})], "cpu")
+    assert sum(t.nbytes for t in asked if t.device.type == "cpu") < 50e6
+
+
+def test_calls_that_cannot_be():
+    op, x = example("decode raw", "kda", SMALL, 2, 1, device="meta")
+    with pytest.raises(ValueError, match=r"warmup: op: expected one of decode_gated_delta_rule, .*, got chunk_kda"):
+        warmup([(flash_delta.chunk_kda, x)], "cpu")
+    with pytest.raises(ValueError, match=r"decode_kda: lower_bound: expected a number in \[-5, 0\), got -6"):
+        warmup([(op, x | {"lower_bound": -6.0})], "cpu")
+    with pytest.raises(ValueError, match=r"decode_kda: k: expected a tensor on meta like q, got one on cpu"):
+        warmup([(op, x | {"k": torch.zeros(2, 1, 1, 16)})], "cpu")
+    with pytest.raises(ValueError, match=r'warmup: device: expected a device that .* for a call on "meta", got meta'):
+        warmup([(op, x)], "meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            ValueError, match=r'warmup: device: expected a device that .* for a call on "meta", got cuda'
+        ):
+            warmup([(op, x)])
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'state_pool'"):
+        warmup([(op, {name: value for name, value in x.items() if name != "state_pool"})], "cpu")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slots'"):
+        warmup([(op, x | {"slots": 3})], "cpu")
+    with pytest.raises(ValueError, match="workspace_bytes: device: expected a GPU, got cpu"):
+        workspace_bytes(op, **x, device="cpu")
+    with pytest.raises(ValueError, match="workspace_bytes: op: expected one of decode_gated_delta_rule, "):
+        workspace_bytes(flash_delta.chunk_kda, **x)
 
 
 @needs_triton
-@pytest.mark.parametrize("form", [DecodeCalls(), DecodeCalls(output_norm=True), DecodeCalls(convolution=True)])
-@pytest.mark.parametrize("kind", SPECS)
-def test_workspace_of_a_decoding_step(kind, form, monkeypatch):
+@pytest.mark.parametrize("form", ["decode", "decode norm", "decode conv"])
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+def test_workspace_of_a_decoding_step(rule, form, monkeypatch):
     """That of what is between a convolution and the rule, whose parts' ends are rounded up."""
     from flash_delta.kernels.triton import backend
     from flash_delta.ops._backend import Explain
@@ -236,78 +233,13 @@ def test_workspace_of_a_decoding_step(kind, form, monkeypatch):
     monkeypatch.setattr(backend, "make_call", lambda *args, **options: None)
     monkeypatch.setattr(backend, "remember", lambda *args: None)
     monkeypatch.setattr(backend, "run", lambda call, kernels, o, spare: kept.extend(spare))
-    meta = torch.device("meta")
-    spec = replace(SPECS[kind], decode=(form,), prefill=())
-    op, x = decode_call(spec, form, 5, meta)
-    p = op(**x, backend=Explain("triton")).problem._replace(B=3, N=3, device=meta)
+    op, x = example(form, rule, SMALL, 3, 5, device="meta")
+    p = op(**x, backend=Explain("triton")).problem
     backend.decode(p, Inputs(**{n: x.get(n) for n in Inputs._fields}), Slots(None, None), NOTHING)
-    assert len(kept) == 3 * form.convolution
+    assert len(kept) == 3 * ("conv" in form)
     want = sum(-(-t.nbytes // 256) * 256 for t in kept)
-    assert workspace_bytes(spec, 15, 3, "cuda:0") == want
-    assert workspace_bytes(spec, 1000, 1, "cuda:0") == workspace_bytes(spec, 16, 2, "cuda:0")
-    assert (want > 0) == form.convolution
-
-
-@needs_triton
-@pytest.mark.parametrize("rows", [True, False])
-def test_drafts_are_described(rows):
-    """Which write another pool, in another dtype; in one of the other shape it is another kernel."""
-    device, form = DEVICES["triton"], DecodeCalls(convolution=True, output_norm=True, write_pool=True)
-    forms = form, form._replace(parent_idx=True)
-    spec = replace(SPECS["gdn"], conv_bias=True, write_dtype=torch.bfloat16, write_rows=rows, decode=forms, prefill=())
-    warmup(spec, device, "triton")
-    before = keys()
-    for B, T, tree in ((1, 1, False), (3, 2, False), (2, 3, True)):
-        x, conv = make_step("gdn", B=B, T=T, device=device)
-        places = (5,) if rows else ()
-        target, windows = (t.new_zeros(9, *places, *t.shape[1:]) for t in (x["state_pool"], conv[0]))
-        index = torch.arange(B * T, dtype=torch.int32, device=device).view(B, T)
-        x |= {"read_indices": x["read_indices"].int(), "write_pool": target.bfloat16()}
-        x |= {"write_indices": index[:, 0] if rows else index} | ({"parent_idx": index} if tree else {})
-        KINDS["gdn"][0](**x, convolution=Convolution(*conv, windows), backend="triton")
-        assert keys() == before
-    KINDS["gdn"][0](**(x | {"write_pool": target}), convolution=Convolution(*conv, windows), backend="triton")
-    assert len(keys()) == len(before) + 1
-
-
-@needs_triton
-@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
-def test_prefill_as_described_depends_on_nothing_new(rule):
-    device, form = torch.device(DEVICES["triton"]), PrefillCalls(True, True, True)
-    # With 16 heads: how far g's and beta's rows lie apart, T HV, is a multiple of 16 whatever T is.
-    spec = Serving(rule, 2, 16, 8, 8, False, torch.float32, **RAW, decode=(), prefill=(form,))
-    warmup(spec, device, "triton")
-    before = keys()
-    for T, N in ((17, 2), (20, 3)):
-        op, x = prefill_call(spec, form, T, N, device)
-        op(**(x | {"checkpoint_indices": torch.full((N, 5), -1, dtype=torch.int32, device=device)}), backend="triton")
-        assert keys() == before
-    op(**(x | {"batch_invariant": True}), backend="triton")
-    assert len(keys()) > len(before)
-    form = form._replace(checkpoint_offsets=True)
-    warmup(replace(spec, prefill=(form,)), device, "triton")
-    before = keys()
-    for T, N in ((32, 2), (48, 3)):
-        op, x = prefill_call(spec, form, T, N, device)
-        op(**x, backend="triton")
-    assert keys() == before
-
-
-@needs_triton
-def test_prompts_with_what_is_around_them_are_described():
-    """Numbers of tokens, sequences and prompts compile nothing; a call without the norm is another one."""
-    device, form = torch.device(DEVICES["triton"]), PrefillCalls(True, True, convolution=True, output_norm=True)
-    spec = Serving(
-        "gated_delta_rule", 2, 16, 8, 8, False, torch.float32, **RAW, conv_bias=True, decode=(), prefill=(form,)
-    )
-    warmup(spec, device, "triton")
-    before = keys()
-    for T, N in ((19, 2), (32, 3)):
-        op, x = prefill_call(spec, form, T, N, device)
-        op(**(x | {"max_prompts": 1}), backend="triton")
-        assert keys() == before
-    op(**(x | {"output_norm": None}), backend="triton")
-    assert len(keys()) == len(before) + 1
+    assert workspace_bytes(op, **x, device="cuda:0") == want
+    assert (want > 0) == ("conv" in form)
 
 
 def refused(compiled_for, changes):
@@ -321,10 +253,11 @@ def refused(compiled_for, changes):
     from flash_delta.kernels.triton.serving import decode
     from flash_delta.ops._backend import Explain
 
-    spec = Serving("gated_delta_rule", 16, 32, 128, 128, True, **RAW)
-
-    def call(changes):
-        _, op, x = next(calls(replace(spec, **changes), torch.device("meta")))
+    def call(form="decode raw", k=None, start=0, **options):
+        op, x = example(form, "gdn", (16, 32, 128, 128), 1, 1, device="meta", **options)
+        if k is not None:
+            x["k"] = torch.empty(k, dtype=torch.bfloat16, device="meta").as_strided((1, 1, 16, 128), (k, k, 128, 1))
+        x["q"] = x["q"].as_strided(x["q"].shape, x["q"].stride(), start)
         p = op(**x, backend=Explain("triton")).problem
         inputs, slots = (kind(**{name: x.get(name) for name in kind._fields}) for kind in (Inputs, Slots))
         o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device="meta")
@@ -334,22 +267,19 @@ def refused(compiled_for, changes):
 
     with offline("sm_90a") as compiled:
         if compiled_for is not None:
-            call(compiled_for)
+            call(**compiled_for)
         before = len(compiled)
         with flash_delta.forbid_compilation() as outer, flash_delta.forbid_compilation():
             if compiled_for is not None:
-                call(compiled_for)
+                call(**compiled_for)
             multiply(64, 64, 64, steps=16)
             assert len(compiled) == before + 1
             with pytest.raises(RuntimeError) as error:
-                call(changes)
+                call(**changes)
         assert not outer.switch.forbid(False)
-        call(changes)
+        call(**changes)
         assert len(compiled) == before + 2
         return str(error.value)
-
-
-PROJECTION = {"q": Slice(8192), "k": Slice(8192, 2048), "v": Slice(8192, 4096), "g": Slice(64, 32), "slot": 2**20}
 
 
 @needs_triton
@@ -357,14 +287,14 @@ PROJECTION = {"q": Slice(8192), "k": Slice(8192, 2048), "v": Slice(8192, 4096), 
     ("compiled_for", "changes", "why"),
     [
         (None, {}, "nothing of its kind was compiled before"),
-        ({}, {"dtype": torch.float16, "g_dtype": torch.bfloat16, "beta_dtype": torch.bfloat16},
+        ({}, {"dtype": torch.float16},
          "q is torch.float16, compiled was torch.bfloat16, k is torch.float16, compiled was torch.bfloat16, v is torch."
          "float16, compiled was torch.bfloat16"),
-        (PROJECTION, {"state_v_first": False}, "state_v_first is False, compiled was True"),
-        ({}, {"index_dtype": torch.int64}, "read_indices is torch.int64, compiled was torch.int32, write_indices is"),
-        ({}, {"k": Slice(2052)}, "k has strides [2052, 2052, 128, 1], for which other code is compiled"),
-        ({}, PROJECTION | {"q": Slice(2048, 4)}, "q starts at no multiple of 16 bytes"),
-        ({}, {"decode": (DecodeCalls(False),)}, "write_indices is None"),
+        ({"wide": 64}, {"wide": 64, "state_v_first": False}, "state_v_first is False, compiled was True"),
+        ({}, {"index": torch.int64}, "read_indices is torch.int64, compiled was torch.int32, write_indices is"),
+        ({}, {"k": 2052}, "k has strides [2052, 2052, 128, 1], for which other code is compiled"),
+        ({}, {"start": 4, "wide": 64}, "q starts at no multiple of 16 bytes"),
+        ({}, {"form": "decode raw reads"}, "write_indices is None"),
     ],
 )  # fmt: skip
 def test_forbidden(compiled_for, changes, why):
@@ -390,8 +320,7 @@ def variants():
     from flash_delta.kernels.triton.serving import decode
     from flash_delta.ops._backend import Explain
 
-    spec = Serving("kda", 16, 32, 128, 128, True, decode=(DecodeCalls(True, True, True),))
-    _, op, x = next(calls(spec, torch.device("meta")))
+    op, x = example("decode each counted tree", "kda", (16, 32, 128, 128), 1, 1, device="meta")
     with offline("sm_90a") as compiled:
         for W, start in ((1, 0), (2, 3), (7, 1), (16, 4)):
             table = torch.empty(100, dtype=torch.int32, device="meta")[start:]

@@ -14,7 +14,7 @@ from flash_delta.integrations.transformers import Refused, Replaced, disable, en
 from flash_delta.layers import Attention, AttentionState, GatedDeltaNet, KimiDeltaAttention, MixerState
 from flash_delta.models import FlashDeltaCache, FlashDeltaConfig, FlashDeltaForCausalLM, FlashDeltaModel
 from flash_delta.modules import GatedRMSNorm, RMSNorm, ShortConvolution, causal_conv1d, gated_rms_norm, rms_norm
-from flash_delta.ops.serving import Convolution, DecodeCalls, OutputNorm, PrefillCalls, Serving, Slice, warmup
+from flash_delta.ops.serving import Convolution, OutputNorm, warmup
 from flash_delta.ops.serving import workspace_bytes as count
 from flash_delta.parallel import ContextParallel
 from flash_delta.training import TrainConfig, generate_text, parameter_groups
@@ -49,19 +49,9 @@ def serving(q: Tensor, g: Tensor, pool: Tensor, slots: Tensor, starts: Tensor) -
     assert_type(flash_delta.decode_kda(q, q, q, g, g, pool, slots, state_v_first=True), Tensor)
     assert_type(flash_delta.prefill_gated_delta_rule(q, q, q, g, g, pool, starts, slots, state_v_first=True), Tensor)
     assert_type(flash_delta.prefill_kda(q, q, q, g, g, pool, starts, slots, state_v_first=True), Tensor)
-    spec = Serving(
-        "kda",
-        H=2,
-        HV=4,
-        K=64,
-        V=64,
-        state_v_first=True,
-        q=Slice(512),
-        decode=(DecodeCalls(),),
-        prefill=(PrefillCalls(),),
-    )
-    assert_type(warmup(spec, device="cpu"), dict[str, float])
-    assert_type(count(spec, T=1000, N=2), int)
+    call = {"q": q, "k": q, "v": q, "g": g, "beta": g, "state_pool": pool, "read_indices": slots, "state_v_first": True}
+    assert_type(warmup([(decode_gated_delta_rule, call)], device="cpu"), list[float])
+    assert_type(count(decode_gated_delta_rule, **call), int)
 
 
 def modules(x: Tensor, weight: Tensor) -> None:
