@@ -31,6 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from flash_delta.kernels.device.gates import BITS
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gates import rest_living, sum_gates
+from flash_delta.kernels.hopper.channel.roles import HalfTiles, Source, Strengths, Tiles
 from flash_delta.kernels.hopper.channel.scores import (
     OWN,
     K,
@@ -103,43 +104,44 @@ def next_chunk(item, items, o, cu_seqlens, N, T, HV, prompts, PACKED: gl.constex
 
 
 @gluon.jit
-def ask(item, row, start, size, first, given):
+def ask(item, row, start, size, first, source, HV):
     """Asks for the tiles of a chunk."""
-    HV, group, descs, tiles, full, tokens, heads = given
+    descs, tiles, batches, heads = source.descs, source.tiles, source.batches, source.heads
     hv = item % HV
-    h = hv // group
-    mbarrier.expect(full.index(0), C * K * (4 if descs[2].dtype == gl.float32 else 2))
-    load_box(descs[2], row * tokens[2] + start, size, first, hv * heads[2], full.index(0), tiles[2].index(0), K)
-    mbarrier.expect(full.index(1), 2 * C * K * 2)
-    load_box(descs[0], row * tokens[0] + start, size, first, h * heads[0], full.index(1), tiles[0].index(0), K)
-    load_box(descs[1], row * tokens[1] + start, size, first, h * heads[1], full.index(1), tiles[1].index(0), K)
+    h = hv // source.group
+    of_g, of_keys = source.full.index(0), source.full.index(1)
+    mbarrier.expect(of_g, C * K * (4 if descs.g.dtype == gl.float32 else 2))
+    load_box(descs.g, row * batches.g + start, size, first, hv * heads[2], of_g, tiles.g.index(0), K)
+    mbarrier.expect(of_keys, 2 * C * K * 2)
+    load_box(descs.q, row * batches.q + start, size, first, h * heads[0], of_keys, tiles.q.index(0), K)
+    load_box(descs.k, row * batches.k + start, size, first, h * heads[1], of_keys, tiles.k.index(0), K)
 
 
 @gluon.jit
-def parameters(item, row, start, size, first, own):
+def parameters(item, row, start, size, first, given, HV):
     """A_log, the channels' biases, and beta as given of a chunk. They are loaded early, because loads take long."""
-    HV, A_log, dt_bias, beta, beta_batch, beta_strides = own
     hv, i = item % HV, gl.arange(0, C, layout=THREADS)
     c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
     A, bias = (hv * 0).to(gl.float32), gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, SUMS))
     b = gl.full([C], 1.0, gl.float32, THREADS)
-    if A_log is not None:
-        A = gl.load(A_log + hv).to(gl.float32)
-    if dt_bias is not None:
-        bias = gl.load(dt_bias + hv * K + c).to(gl.float32)
-    if beta is not None:
-        at = row.to(gl.int64) * beta_batch + (start + first + i).to(gl.int64) * beta_strides[0] + hv * beta_strides[1]
-        b = gl.load(beta + at, mask=first + i < size, other=0.0).to(gl.float32)
+    if given.A_log is not None:
+        A = gl.load(given.A_log + hv).to(gl.float32)
+    if given.dt_bias is not None:
+        bias = gl.load(given.dt_bias + hv * K + c).to(gl.float32)
+    if given.beta is not None:
+        token, strides = (start + first + i).to(gl.int64), given.beta_strides
+        at = row.to(gl.int64) * given.beta_batch + token * strides[0] + hv * strides[1]
+        b = gl.load(given.beta + at, mask=first + i < size, other=0.0).to(gl.float32)
     return A, bias, b
 
 
 @gluon.jit
-def vectors(sq, sk, of_rows, norms, out, item, b, left, own, NORM: gl.constexpr, RAW_BETA: gl.constexpr):
+def vectors(
+    sq, sk, weights, strengths, norms, rates, saved_b, saved_norms, item, b, left, HV, group, scale, beta_top,
+    NORM: gl.constexpr, RAW_BETA: gl.constexpr,
+):  # fmt: skip
     """Writes ``rates``, which are norms, with the scale, and b; what is saved of them; and for `weighted` the weights
     of rows and columns. The weights of L's rows contain -b, unless -b is stored in ``strengths``."""
-    rates, saved_b, saved_norms = out
-    weights, strengths = of_rows
-    HV, group, scale, beta_top = own
     head, i = item.to(gl.int64), gl.arange(0, C, layout=THREADS)
     if RAW_BETA:
         b = beta_top / (1.0 + gl.exp2(b * -BITS))
@@ -171,7 +173,7 @@ def vectors(sq, sk, of_rows, norms, out, item, b, left, own, NORM: gl.constexpr,
 @gluon.jit
 def store_half(tiles, s, middle, totals, h: gl.constexpr, BOUNDED: gl.constexpr):
     """Stores half h of Qg, Kg and Kd in place of q, k and g, and the rows and columns for its scores."""
-    sq, sk, sg, rows, columns, far = tiles
+    rows, columns, far = tiles.rows, tiles.columns, tiles.far
     t0, t1 = totals.slice(0, 1, 0).load(SUMS), totals.slice(1, 1, 0).load(SUMS)
     t2, t3 = totals.slice(2, 1, 0).load(SUMS), totals.slice(3, 1, 0).load(SUMS)
     first = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None] == 0
@@ -182,7 +184,7 @@ def store_half(tiles, s, middle, totals, h: gl.constexpr, BOUNDED: gl.constexpr)
         start, block, rest = gl.where(first, t0 + t1, t0 + t1 + t2), gl.where(first, t2, t3), gl.where(first, t3, 0.0)
         later = 0.0
     e_start = gl.exp2(start - middle).expand_dims(1)
-    kk, e = take(sk, h), gl.exp2(s)
+    kk, e = take(tiles.k, h), gl.exp2(s)
     if BOUNDED:
         near, since = kk * gl.exp2(s * -1.0), block + rest
         put(columns, 0, near)
@@ -194,13 +196,13 @@ def store_half(tiles, s, middle, totals, h: gl.constexpr, BOUNDED: gl.constexpr)
     if h == 0:
         put(far, 0, near * gl.exp2(since).expand_dims(1))
         put(far, 1, near * gl.exp2(since + t2).expand_dims(1))
-    put(sg, h, near * gl.exp2(since + later + middle).expand_dims(1))
+    put(tiles.g, h, near * gl.exp2(since + later + middle).expand_dims(1))
     kk = kk * e
     put(rows, 1, kk)
-    put(sk, h, kk * e_start)
-    qq = take(sq, h) * e
+    put(tiles.k, h, kk * e_start)
+    qq = take(tiles.q, h) * e
     put(rows, 0, qq)
-    put(sq, h, qq * e_start)
+    put(tiles.q, h, qq * e_start)
 
 
 @gluon.jit
@@ -278,12 +280,13 @@ def prepare(
         items = gl.where(all_forget(forgets, parted), 0, items)
     if prompts is not None:
         N, items = count_listed(items, (prompts, least, most), cu_seqlens, T, HV)
-    given = (HV, group, (q_desc, k_desc, g_desc), (sq1, sk1, gates1), full, (q_batch, k_batch, g_batch), heads)
-    own = (HV, A_log, dt_bias, beta, beta_batch, beta_strides)
+    descs, batches = Tiles(q_desc, k_desc, g_desc), Tiles(q_batch, k_batch, g_batch)
+    source = Source(descs, Tiles(sq1, sk1, gates1), full, batches, heads, group)
+    given = Strengths(A_log, dt_bias, beta, beta_batch, beta_strides)
     item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts, PACKED)
     if item < items:
-        ask(item, row, start, size, first, given)
-    A, bias, b = parameters(item, row, start, size, first, own)
+        ask(item, row, start, size, first, source, HV)
+    A, bias, b = parameters(item, row, start, size, first, given, HV)
     t = item * 0
     while item < items:
         # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
@@ -291,7 +294,7 @@ def prepare(
         z = t >> 16
         sq, sk, gates, sg, far = sq1.index(z), sk1.index(z), gates1.index(z), sg2.index(z), sg2.index(z + 1)
         rows, columns = rows1.index(z), columns1.index(z)
-        tiles = (sq, sk, sg, rows, columns, far)
+        tiles = HalfTiles(sq, sk, sg, rows, columns, far)
         left = gl.minimum(size - first, C)
         mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: g is there
         if RAW_GATE:  # noqa: SIM102 (a constant). Given log decays are zeros there
@@ -299,8 +302,10 @@ def prepare(
                 rest_living(gates, left)
         sums, middle = sum_gates(gates, totals, A, bias, lower_bound, RAW_GATE, BOUNDED)
         mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q and k are there
-        out, of_rows = (rates, saved_b, saved_norms), (weights, strengths)
-        vectors(sq, sk, of_rows, norms, out, item, b, left, (HV, group, scale, beta_top), NORM, RAW_BETA)
+        vectors(
+            sq, sk, weights, strengths, norms, rates, saved_b, saved_norms, item, b, left, HV, group, scale, beta_top,
+            NORM, RAW_BETA,
+        )  # fmt: skip
         tma.store_wait(0)  # the copy engine has read P and A of the chunk before
         barrier()  # all warps of the program: sums of blocks are there, and the norms have read q and k
         steep = False
@@ -339,8 +344,8 @@ def prepare(
         tma.store_wait(0)  # the copy engine has read Qg, Kg and Kd
         barrier()  # all warps of the program: the products above have read rows, columns and far
         if item < items:
-            ask(item, row, start, size, first, given)
-        A, bias, b = parameters(item, row, start, size, first, own)
+            ask(item, row, start, size, first, source, HV)
+        A, bias, b = parameters(item, row, start, size, first, given, HV)
         # The same products give P and L, so both tiles get both: of ``sp`` only P is used, of ``sl`` only L.
         sp, sl = reinterpret(rows, ty, [2, C, C], ROW_TILE), reinterpret(columns, gl.float16, [2, C, C], ROW_TILE)
         store_scores(sp, upper, upper * 0.0, across, lower)

@@ -1,4 +1,4 @@
-"""What the roles of the loop get, and what they pass to each other."""
+"""What kernels hand to their roles and functions, and what the roles pass to each other."""
 
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class GateParameters(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Rings of what is loaded of 32 tokens."""
+    """One of each for q, k and g: rings of what is loaded, descriptors, or numbers."""
 
     q: Any
     k: Any
@@ -83,3 +83,53 @@ class StateBuffers(NamedTuple):
     sbar: Any
     so2: Any
     sbar2: Any
+
+
+class Source(NamedTuple):
+    """Where the tokens of a chunk come from, and go to: descriptors, rings, and as in `Places`."""
+
+    descs: Any
+    tiles: Any
+    full: Any
+    batches: Any
+    heads: Any
+    group: Any
+
+
+class Strengths(NamedTuple):
+    """The parameters of gates and strengths, and the strides of beta."""
+
+    A_log: Any
+    dt_bias: Any
+    beta: Any
+    beta_batch: Any
+    beta_strides: Any
+
+
+class HalfTiles(NamedTuple):
+    """Tiles of a chunk, and those from which the scores of a half are made. ``g`` gets Kd."""
+
+    q: Any
+    k: Any
+    g: Any
+    rows: Any
+    columns: Any
+    far: Any
+
+
+class ChunkKeys(NamedTuple):
+    """Rings of what `scan_channels` needs of the keys and queries of a chunk."""
+
+    Qg: Any
+    Kg: Any
+    Kd: Any
+    rates: Any
+    gamma: Any
+
+
+class ChunkValues(NamedTuple):
+    """Rings of what it needs besides."""
+
+    v: Any
+    A: Any
+    P: Any

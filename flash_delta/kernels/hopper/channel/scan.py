@@ -30,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.hopper.channel.forget import all_forget
+from flash_delta.kernels.hopper.channel.parts import Work
+from flash_delta.kernels.hopper.channel.roles import ChunkKeys, ChunkValues
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.device import checkpoints
 from flash_delta.kernels.hopper.device.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
@@ -52,16 +54,17 @@ WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]
 
 
 @gluon.jit
-def load_prepared(given, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr):
-    """The role that fills a ring. With KEYS it loads Qg, Kg, Kd, gamma and rates, otherwise v, A and P."""
-    descs, tiles, bars, work, v_batch, v_heads = given
-    full, done = bars
-    cu_seqlens, T, items, pool = work
+def load_prepared(
+    descs, tiles, full, done, work, v_batch, v_heads, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """The role that fills a ring. With KEYS it loads `ChunkKeys`, otherwise `ChunkValues`."""
+    T, pool = work.T, work.pool
     SLOTS: gl.constexpr = tiles[0].shape[0]
     gdc_wait()  # `prepare` has ended, and its results can be read
     t = 0
-    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
-        n, hv, start, size = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(work.items, pool, HV), gl.num_programs(0)):
+        n, hv, start, size = bounds(item, work.cu_seqlens, pool, T, HV, PACKED)
         if pool is not None:
             n = item // HV  # its number in the list
         head, row = first_slot(n, start, T, PACKED) * HV + hv, start
@@ -88,23 +91,20 @@ def load_prepared(given, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr,
 
 @gluon.jit
 def state_role(
-    so, sbar, shared, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NS: gl.constexpr,
-    PACKED: gl.constexpr,
+    so, sbar, o_desc, initial, final, keys, values, full, vfull, done, kept, work, HV: gl.constexpr,
+    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    o_desc, keys, values, bars, initial, final, kept, work = shared
-    sq, sk, sd, sr, sg = keys
-    sv, sa, sp = values
-    full, vfull, done = bars
-    cu_seqlens, T, items, pool = work
+    """Carries the state. ``keys``, ``values``: `ChunkKeys` and `ChunkValues`. ``kept``: as in checkpoints.py."""
+    sr, sv, T, pool = keys.rates, values.v, work.T, work.pool
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
-    ty: gl.constexpr = sk.dtype
+    ty: gl.constexpr = keys.Kg.dtype
     NV: gl.constexpr = sv.shape[0]
     NO: gl.constexpr = so.shape[0]  # buffers
     zero = gl.zeros([64, C], gl.float32, ROWS)
     v, t = gl.program_id(1) * 64, 0
-    for item in range(gl.program_id(0), count_items(items, pool, HV), gl.num_programs(0)):
-        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(work.items, pool, HV), gl.num_programs(0)):
+        n, hv, start, length = bounds(item, work.cu_seqlens, pool, T, HV, PACKED)
         row, state = start + length, item * K
         source, target = None, None
         if pool is not None:
@@ -123,26 +123,26 @@ def state_role(
             sb = gl.convert_layout(S.to(ty), operand)
             mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: Qg, Kg, Kd, rates are there
             of_q, of_k, b = sr.index(s).slice(0, C, 1), sr.index(s).slice(C, C, 1), sr.index(s).slice(2 * C, C, 1)
-            E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
-            O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            E = warpgroup_mma(sb, keys.Kg.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
+            O = warpgroup_mma(sb, keys.Qg.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             mbarrier.wait(vfull.index(x), (t // NV) & 1)  # signalled by the copy engine: v, A and P are there
             E, O = warpgroup_mma_wait(1, deps=[E, O])
             R = sv.index(x).permute([1, 0]).load(ROWS).to(gl.float32)
             R = (R - E * of_k.load(ROWS)) * b.load(ROWS)
             unit, inverse = units(R)
             R *= inverse
-            U = warpgroup_mma(
-                gl.convert_layout(R.to(gl.float16), operand), sa.index(x).permute([1, 0]), R, is_async=True
-            )
+            A = values.A.index(x).permute([1, 0])
+            U = warpgroup_mma(gl.convert_layout(R.to(gl.float16), operand), A, R, is_async=True)
             U, O = warpgroup_mma_wait(1, deps=[U, O])
             O *= of_q.load(ROWS)
-            S *= sg.index(s).load(WIDE_ROWS)
+            S *= keys.gamma.index(s).load(WIDE_ROWS)
             weight = of_k.load(ROWS)
             U = warpgroup_mma_wait(0, deps=[U]) * unit
             written = (U * weight).to(ty)
             read = U.to(ty)
-            S = warpgroup_mma(gl.convert_layout(written, wide_operand), sd.index(s), S, is_async=True)
-            O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
+            S = warpgroup_mma(gl.convert_layout(written, wide_operand), keys.Kd.index(s), S, is_async=True)
+            P = values.P.index(x).permute([1, 0])
+            O = warpgroup_mma(gl.convert_layout(read, operand), P, O, is_async=True)
             O, S = warpgroup_mma_wait(0, deps=[O, S])
             mbarrier.arrive(done.index(s), count=1)
             tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
@@ -200,16 +200,18 @@ def scan_channels(
     barrier()  # all warps of the program: the barriers above are initialised
     if forgets is not None:
         items = gl.where(all_forget(forgets, parted), 0, items)
-    keys, values, work = (sq, sk, sd, sr, sg), (sv, sa, sp), (cu_seqlens, T, items, pool)
-    state = (o_desc, keys, values, (full, vfull, done), initial, final, kept, work)
-    descs = (qg_desc, kg_desc, kd_desc, r_desc, gamma_desc)
-    load_keys = (descs, keys, (full, done), work, v_batch, v_heads)
-    load_values = ((v_desc, a_desc, p_desc), values, (vfull, done), work, v_batch, v_heads)
+    keys, values = ChunkKeys(sq, sk, sd, sr, sg), ChunkValues(sv, sa, sp)
+    work = Work(cu_seqlens, T, None, items, pool, None)
+    of_keys = ChunkKeys(qg_desc, kg_desc, kd_desc, r_desc, gamma_desc)
+    of_values = ChunkValues(v_desc, a_desc, p_desc)
     # The first role gets the registers that the others do not ask for.
     gl.warp_specialize([
-        (state_role, (so, sbar, state, HV, INITIAL, V_FIRST, NS, PACKED)),
-        (load_prepared, (load_keys, HV, True, NS, PACKED)),
-        (load_prepared, (load_values, HV, False, NS, PACKED)),
+        (state_role, (
+            so, sbar, o_desc, initial, final, keys, values, full, vfull, done, kept, work, HV, INITIAL, V_FIRST, NS,
+            PACKED,
+        )),
+        (load_prepared, (of_keys, keys, full, done, work, v_batch, v_heads, HV, True, NS, PACKED)),
+        (load_prepared, (of_values, values, vfull, done, work, v_batch, v_heads, HV, False, NS, PACKED)),
     ], [1, 1], [24, 24])  # fmt: skip
     end_barriers(made)
 

@@ -51,7 +51,7 @@ def store_halved_scores(tiles, s, exact, lowest, h: gl.constexpr):
     Before the call all warps must have read rows and columns. When it returns, they have read them. q and k are there
     as given.
     """
-    sq, sk, _, rows, columns, _ = tiles
+    sq, sk, rows, columns = tiles.q, tiles.k, tiles.rows, tiles.columns
     low = gl.min(s, 2).reshape([1, 32])
     lowest.slice(0, 32, 1).store(low)
     lowest.slice(32, 32, 1).store(low)
