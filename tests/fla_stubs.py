@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from flash_delta.integrations.fla.mirror import homes, submodules
-from flash_delta.integrations.fla.names import FLA, PATHS, SECOND_PATHS
+from flash_delta.integrations._fla_mirror import homes, submodules
+from flash_delta.integrations._fla_names import FLA, PATHS, SECOND_PATHS
 
 FOLDER = Path(__file__).parent.parent.joinpath(*FLA.split("."))
 

@@ -19,7 +19,7 @@ Example:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flash_delta.integrations.fla.mirror import MARK, submodule
+from flash_delta.integrations._fla_mirror import MARK, submodule
 from flash_delta.integrations.fla.mixers import (
     Comba,
     DeltaNet,
@@ -47,7 +47,7 @@ __all__ = [
 # Imported when they are asked for: names do not need them.
 DOORS = dict.fromkeys(("install", "uninstall"), "stand_in")
 DOORS |= dict.fromkeys(("register", "unregister"), "takeover.register")
-__path__.append(MARK + __name__)  # there are the modules of names.py
+__path__.append(MARK + __name__)  # for pkgutil
 
 if not TYPE_CHECKING:  # a checker would take any name
 

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NoReturn
 
-from flash_delta.integrations.fla.mirror import describe, names_at
-from flash_delta.integrations.fla.names import FLA, PATHS
+from flash_delta.integrations._fla_mirror import describe, names_at
+from flash_delta.integrations._fla_names import FLA, PATHS
 from flash_delta.ops._elementwise import Convolve, Normalize
 from flash_delta.ops._function import DeltaRule
 

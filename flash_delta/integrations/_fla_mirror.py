@@ -1,4 +1,4 @@
-"""Makes the modules of `names.py` when they are imported, or read as attributes of their package."""
+"""Makes the modules of `_fla_names.py` when they are imported, or read as attributes of their package."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import sys
 from collections.abc import Iterator
 from functools import cache, partial
 from importlib import import_module
-from importlib.abc import Loader, PathEntryFinder
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from flash_delta.integrations.fla.names import ABOUT, FLA, PATHS, SECOND_PATHS
+from flash_delta.integrations._fla_names import ABOUT, FLA, PATHS, SECOND_PATHS
 
-MARK = "names of "  # begins the entry in a package's __path__ that leads to this finder
+MARK = "names of "  # begins the entry of a package's __path__ that leads `pkgutil` here
 
 
-class Mirror(PathEntryFinder, Loader):
-    """Finds and fills the modules of one package. Python makes one for each entry that begins with MARK."""
+class Mirror(Loader):
+    """Finds and fills the modules of a package.
+
+    Its file is beside the package of the names. So Python knows it before another thread sees a part of the package.
+    """
 
     def __init__(self, entry: str) -> None:
         if not entry.startswith(MARK):
             raise ImportError(f"expected {MARK!r} and a package, got {entry!r}")
         self.package = entry.removeprefix(MARK)
 
-    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        is_package = submodules(self.package).get(fullname.removeprefix(f"{self.package}."))
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        """Imports nothing, since Python holds the lock of all imports."""
+        package, _, name = fullname.rpartition(".")
+        is_package = submodules(package).get(name) if package.startswith(FLA) else None
         if is_package is None:
             return None
         spec = ModuleSpec(fullname, self, origin=__file__, is_package=is_package)
@@ -78,4 +83,5 @@ def describe(path: str) -> str:
     return f"fla.{path}: {ABOUT[path]}." if path in ABOUT else f"fla.{path}."
 
 
+sys.meta_path.insert(0, Mirror(MARK + FLA))  # before the finder of files, for which folders of stubs are packages
 sys.path_hooks.append(Mirror)

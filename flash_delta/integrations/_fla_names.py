@@ -1,8 +1,8 @@
 """The names of fla 0.6.0 that this library has: for each path, the modules that define them. A module without a dot is
-a file of this folder.
+a file of the folder ``fla``.
 
-`mirror.py` makes a module for each path after ``flash_delta.integrations.fla``, and `stand_in.py` after ``fla``. Type
-checkers read a stub for each path. After a change run ``python tests/fla_stubs.py``, which writes the stubs.
+`_fla_mirror.py` makes a module for each path after ``flash_delta.integrations.fla``, and ``fla/stand_in.py`` after
+``fla``. Type checkers read a stub for each path. After a change run ``python tests/fla_stubs.py``, which writes them.
 """
 
 FLA = "flash_delta.integrations.fla"
