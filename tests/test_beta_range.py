@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from tiny_layers import DELTA_LAYERS, random
 
 import flash_delta
-from flash_delta.integrations._fla.door import Door
-from flash_delta.integrations._fla.table import TABLE
 from flash_delta.integrations.fla import ops as fla
+from flash_delta.integrations.fla.takeover.door import Door
+from flash_delta.integrations.fla.takeover.table import TABLE
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing import assert_accurate, relative_error
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import flash_delta
-from flash_delta.integrations._fla.door import Door
-from flash_delta.integrations._fla.table import TABLE, _left_to_torch
 from flash_delta.integrations.fla import ops, register, unregister
+from flash_delta.integrations.fla.takeover.door import Door
+from flash_delta.integrations.fla.takeover.table import TABLE, _left_to_torch
 
 BACKENDS = """
 import os

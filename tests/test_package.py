@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from flash_delta.integrations._fla_mirror import homes
+from flash_delta.integrations._fla_names import FLA, PATHS
+
 ROOT = Path(__file__).parent.parent
 # Modules that one system or another does not have. torch itself may need some: they are taken away after its import.
 OF_SOME_SYSTEMS = ("fcntl", "grp", "msvcrt", "pty", "pwd", "resource", "termios", "tty", "winreg")
@@ -33,7 +36,8 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     tracked = subprocess.run(["git", "ls-files", "flash_delta"], cwd=ROOT, check=True, capture_output=True, text=True)
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert files == set(tracked.stdout.split())
-    assert {"flash_delta/py.typed", "flash_delta/kernels/runtime/fastcall/key.c"} <= files
+    stub = f"{FLA.replace('.', '/')}/ops/kda/chunk.pyi"
+    assert {"flash_delta/py.typed", "flash_delta/kernels/runtime/fastcall/key.c", stub} <= files
 
 
 def test_the_long_description_leads_nowhere_else(wheel):
@@ -67,9 +71,17 @@ def test_types_of_a_users_code(tmp_path):
         "import torch\nfrom flash_delta import chunk_kda\nfrom flash_delta.layers import MixerState\n"
         "x = torch.zeros(1)\nchunk_kda(x, x, x, x, 'beta')\nMixerState().recurrent.shape\n"
     )
-    found = mypy(ROOT / "tests/typing/user.py", tmp_path / "wrong.py").splitlines()
-    assert [line.split(":")[1] for line in found[:-1] if "note:" not in line] == ["5", "6"], "\n".join(found)
-    assert all("wrong.py" in line for line in found[:-1])
+    (tmp_path / "absent.py").write_text(
+        "from flash_delta.integrations import fla\nfrom flash_delta.integrations.fla.ops.kda import chunk_comba\n"
+        "import flash_delta.integrations.fla.ops.gla\nfla.enable\n"
+    )
+    (tmp_path / "present.py").write_text(
+        "".join(f"from {FLA}.{path} import {name}\n" for path in PATHS for name in homes(path))
+    )
+    files = [tmp_path / name for name in ("wrong.py", "absent.py", "present.py")]
+    found = mypy(ROOT / "tests/typing/user.py", *files)
+    places = re.findall(r"(\w+\.py:\d+): error", found)
+    assert places == ["wrong.py:5", "wrong.py:6", "absent.py:2", "absent.py:3", "absent.py:4"], found
 
 
 def test_no_system_is_excluded_by_an_import():

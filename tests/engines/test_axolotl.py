@@ -9,7 +9,7 @@ import torch
 import trained_layers
 import trainer_ranks
 
-from flash_delta.integrations._fla.door import Door
+from flash_delta.integrations.fla.takeover.door import Door
 
 if find_spec("axolotl") is None:
     pytest.skip("it needs axolotl", allow_module_level=True)

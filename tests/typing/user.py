@@ -10,6 +10,9 @@ import flash_delta
 from flash_delta import chunk_gated_delta_rule, chunk_kda, decode_gated_delta_rule, explain
 from flash_delta.integrations import fla
 from flash_delta.integrations.fla import ops as fla_ops
+from flash_delta.integrations.fla import register
+from flash_delta.integrations.fla.modules.convolution import ShortConvolution as FlaConvolution
+from flash_delta.integrations.fla.ops.kda.chunk import chunk_kda as fla_chunk_kda
 from flash_delta.integrations.transformers import Refused, Replaced, disable, enable
 from flash_delta.layers import Attention, AttentionState, GatedDeltaNet, KimiDeltaAttention, MixerState
 from flash_delta.models import FlashDeltaCache, FlashDeltaConfig, FlashDeltaForCausalLM, FlashDeltaModel
@@ -31,6 +34,7 @@ def ops(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
     assert_type(flash_delta.naive_gdn_gate(g, g), Tensor)
     assert_type(chunk_kda(q, k, v, g, beta), tuple[Tensor, ...])
     assert_type(fla_ops.chunk_kda(q, k, v, g, beta), tuple[Tensor, ...])
+    assert_type(fla_chunk_kda(q, k, v, g, beta), tuple[Tensor, ...])
     explained = explain(chunk_kda, q, k, v, g, beta)
     assert_type(explained, flash_delta.Explanation)
     assert_type(explained.backend, str | None)
@@ -72,6 +76,8 @@ def layers(x: Tensor, mask: Tensor, context: ContextParallel) -> None:
     assert_type(state.recurrent, Tensor | None)
     y, _, _ = fla.GatedDeltaNet(hidden_size=128, head_dim=32, num_heads=4).forward(x)
     assert_type(y, Tensor)
+    assert_type(FlaConvolution(64, 4).forward(x), tuple[Tensor, Tensor | None])
+    assert_type(register().registered, tuple[str, ...])
     chunk_kda(x, x, x, x, x, cp_context=context)
 
 

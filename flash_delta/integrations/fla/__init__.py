@@ -16,15 +16,21 @@ Example:
     (torch.Size([2, 50, 64]), torch.Size([2, 50, 64]), torch.Size([2, 50, 2, 32]))
 """
 
-from flash_delta.integrations._fla.install import install, uninstall
-from flash_delta.integrations._fla.register import register, unregister
-from flash_delta.integrations.fla.layers import (
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flash_delta.integrations._fla_mirror import MARK, submodule
+from flash_delta.integrations.fla.mixers import (
     Comba,
     DeltaNet,
     GatedDeltaNet,
     KimiDeltaAttention,
     SimpleGatedLinearAttention,
 )
+
+if TYPE_CHECKING:
+    from flash_delta.integrations.fla.stand_in import install, uninstall
+    from flash_delta.integrations.fla.takeover.register import register, unregister
 
 __all__ = [
     "Comba",
@@ -37,3 +43,18 @@ __all__ = [
     "uninstall",
     "unregister",
 ]
+
+# Imported when they are asked for: names do not need them.
+DOORS = dict.fromkeys(("install", "uninstall"), "stand_in")
+DOORS |= dict.fromkeys(("register", "unregister"), "takeover.register")
+__path__.append(MARK + __name__)  # for pkgutil
+
+if not TYPE_CHECKING:  # a checker would take any name
+
+    def __getattr__(name: str) -> Any:
+        if name in DOORS:
+            return getattr(import_module(f"{__name__}.{DOORS[name]}"), name)
+        return submodule(__name__, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *DOORS})

@@ -1,0 +1,11 @@
+from flash_delta.integrations.fla.padding import get_layer_cache as get_layer_cache
+from flash_delta.integrations.fla.padding import get_unpad_data as get_unpad_data
+from flash_delta.integrations.fla.padding import get_unpad_indices_and_cu as get_unpad_indices_and_cu
+from flash_delta.integrations.fla.padding import index_first_axis as index_first_axis
+from flash_delta.integrations.fla.padding import index_put_first_axis as index_put_first_axis
+from flash_delta.integrations.fla.padding import pad_input as pad_input
+from flash_delta.integrations.fla.padding import repad_hidden_states as repad_hidden_states
+from flash_delta.integrations.fla.padding import require_cache_layer_idx as require_cache_layer_idx
+from flash_delta.integrations.fla.padding import unpad_hidden_states as unpad_hidden_states
+from flash_delta.integrations.fla.padding import unpad_input as unpad_input
+from flash_delta.integrations.fla.padding import update_layer_cache as update_layer_cache

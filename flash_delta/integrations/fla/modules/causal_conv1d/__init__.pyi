@@ -1,0 +1,6 @@
+from flash_delta.integrations.fla.convolution import ShortConvolution as ShortConvolution
+from flash_delta.integrations.fla.convolution import causal_conv1d as causal_conv1d
+from flash_delta.integrations.fla.convolution import causal_conv1d_bwd as causal_conv1d_bwd
+from flash_delta.integrations.fla.convolution import causal_conv1d_fwd as causal_conv1d_fwd
+from flash_delta.integrations.fla.convolution import causal_conv1d_update as causal_conv1d_update
+from flash_delta.integrations.fla.convolution import causal_conv1d_update_states as causal_conv1d_update_states

@@ -1,0 +1,3 @@
+from flash_delta.integrations.fla.norms import FusedRMSNormGated as FusedRMSNormGated
+from flash_delta.integrations.fla.norms import L2Norm as L2Norm
+from flash_delta.integrations.fla.norms import RMSNorm as RMSNorm

@@ -1,0 +1,15 @@
+from flash_delta.integrations.fla.calls import chunk_comba as chunk_comba
+from flash_delta.integrations.fla.calls import chunk_delta_rule as chunk_delta_rule
+from flash_delta.integrations.fla.calls import chunk_gated_delta_rule as chunk_gated_delta_rule
+from flash_delta.integrations.fla.calls import chunk_gdn as chunk_gdn
+from flash_delta.integrations.fla.calls import chunk_kda as chunk_kda
+from flash_delta.integrations.fla.calls import chunk_simple_gla as chunk_simple_gla
+from flash_delta.integrations.fla.calls import fused_chunk_delta_rule as fused_chunk_delta_rule
+from flash_delta.integrations.fla.calls import fused_chunk_simple_gla as fused_chunk_simple_gla
+from flash_delta.integrations.fla.calls import fused_recurrent_comba as fused_recurrent_comba
+from flash_delta.integrations.fla.calls import fused_recurrent_delta_rule as fused_recurrent_delta_rule
+from flash_delta.integrations.fla.calls import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
+from flash_delta.integrations.fla.calls import fused_recurrent_gdn as fused_recurrent_gdn
+from flash_delta.integrations.fla.calls import fused_recurrent_kda as fused_recurrent_kda
+from flash_delta.integrations.fla.calls import fused_recurrent_simple_gla as fused_recurrent_simple_gla
+from flash_delta.integrations.fla.calls import parallel_simple_gla as parallel_simple_gla

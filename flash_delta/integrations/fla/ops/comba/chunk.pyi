@@ -1,0 +1,1 @@
+from flash_delta.integrations.fla.calls import chunk_comba as chunk_comba

@@ -1,0 +1,2 @@
+from flash_delta.integrations.fla.naive import naive_chunk_comba as naive_chunk_comba
+from flash_delta.integrations.fla.naive import naive_recurrent_comba as naive_recurrent_comba

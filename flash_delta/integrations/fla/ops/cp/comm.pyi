@@ -1,0 +1,2 @@
+from flash_delta.integrations.fla.context import conv_cp_send_recv_bwd as conv_cp_send_recv_bwd
+from flash_delta.integrations.fla.context import conv_cp_send_recv_fwd as conv_cp_send_recv_fwd

@@ -1,0 +1,3 @@
+from flash_delta.integrations.fla.calls import chunk_delta_rule as chunk_delta_rule
+from flash_delta.integrations.fla.calls import fused_chunk_delta_rule as fused_chunk_delta_rule
+from flash_delta.integrations.fla.calls import fused_recurrent_delta_rule as fused_recurrent_delta_rule

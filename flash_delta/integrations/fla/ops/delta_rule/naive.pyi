@@ -1,0 +1,2 @@
+from flash_delta.integrations.fla.naive import delta_rule_chunkwise as delta_rule_chunkwise
+from flash_delta.integrations.fla.naive import delta_rule_recurrence as delta_rule_recurrence

@@ -1,0 +1,6 @@
+from flash_delta.integrations.fla.calls import chunk_gated_delta_rule as chunk_gated_delta_rule
+from flash_delta.integrations.fla.calls import chunk_gdn as chunk_gdn
+from flash_delta.integrations.fla.calls import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
+from flash_delta.integrations.fla.calls import fused_recurrent_gdn as fused_recurrent_gdn
+from flash_delta.integrations.fla.naive import naive_chunk_gated_delta_rule as naive_chunk_gated_delta_rule
+from flash_delta.integrations.fla.naive import naive_recurrent_gated_delta_rule as naive_recurrent_gated_delta_rule

@@ -1,0 +1,4 @@
+from flash_delta.integrations.fla.calls import chunk_gated_delta_rule as chunk_gated_delta_rule
+from flash_delta.integrations.fla.calls import chunk_gdn as chunk_gdn
+from flash_delta.integrations.fla.passes import chunk_gated_delta_rule_bwd as chunk_gated_delta_rule_bwd
+from flash_delta.integrations.fla.passes import chunk_gated_delta_rule_fwd as chunk_gated_delta_rule_fwd

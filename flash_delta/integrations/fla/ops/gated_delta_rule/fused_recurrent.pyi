@@ -1,0 +1,2 @@
+from flash_delta.integrations.fla.calls import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
+from flash_delta.integrations.fla.calls import fused_recurrent_gdn as fused_recurrent_gdn

@@ -1,0 +1,2 @@
+from flash_delta.integrations.fla.naive import naive_chunk_gated_delta_rule as naive_chunk_gated_delta_rule
+from flash_delta.integrations.fla.naive import naive_recurrent_gated_delta_rule as naive_recurrent_gated_delta_rule

@@ -1,0 +1,1 @@
+from flash_delta.integrations.fla.calls import chunk_kda as chunk_kda

@@ -1,0 +1,1 @@
+from flash_delta.integrations.fla.calls import fused_recurrent_kda as fused_recurrent_kda

@@ -1,0 +1,4 @@
+from flash_delta.integrations.fla.calls import chunk_simple_gla as chunk_simple_gla
+from flash_delta.integrations.fla.calls import fused_chunk_simple_gla as fused_chunk_simple_gla
+from flash_delta.integrations.fla.calls import fused_recurrent_simple_gla as fused_recurrent_simple_gla
+from flash_delta.integrations.fla.calls import parallel_simple_gla as parallel_simple_gla

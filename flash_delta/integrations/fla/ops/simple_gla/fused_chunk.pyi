@@ -1,0 +1,1 @@
+from flash_delta.integrations.fla.calls import fused_chunk_simple_gla as fused_chunk_simple_gla

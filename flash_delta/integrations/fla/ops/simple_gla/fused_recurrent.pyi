@@ -1,0 +1,1 @@
+from flash_delta.integrations.fla.calls import fused_recurrent_simple_gla as fused_recurrent_simple_gla

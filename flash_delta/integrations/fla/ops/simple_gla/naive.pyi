@@ -1,0 +1,3 @@
+from flash_delta.integrations.fla.naive import naive_chunk_simple_gla as naive_chunk_simple_gla
+from flash_delta.integrations.fla.naive import naive_parallel_simple_gla as naive_parallel_simple_gla
+from flash_delta.integrations.fla.naive import naive_recurrent_simple_gla as naive_recurrent_simple_gla

@@ -1,0 +1,1 @@
+from flash_delta.integrations.fla.calls import parallel_simple_gla as parallel_simple_gla

@@ -1,0 +1,1 @@
+"""Makes an installed fla run on this library: ``flash_delta.integrations.fla.register``."""

@@ -1,0 +1,234 @@
+"""The functions of fla that ours replace, and which of their calls ours take."""
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_delta.integrations.fla.calls import (
+    chunk_comba,
+    chunk_delta_rule,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    chunk_simple_gla,
+    fused_recurrent_comba,
+    fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
+    fused_recurrent_simple_gla,
+)
+from flash_delta.integrations.fla.convolution import _flat, _silu, causal_conv1d, causal_conv1d_update
+from flash_delta.integrations.fla.norms import l2norm, rms_norm, rms_norm_gated
+from flash_delta.integrations.fla.passes import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+from flash_delta.integrations.fla.takeover.door import Refusal, Taken
+from flash_delta.modules.norm import ACTIVATIONS
+from flash_delta.ops import explain, fused_gdn_gate, fused_kda_gate
+from flash_delta.ops._elementwise import Convolved, Gated, Normalized, chosen
+
+
+def _rule(op: Callable[..., Any]) -> Refusal:
+    def refusal(**arguments: Any) -> str | None:
+        found = explain(op, **arguments)
+        if found.backend is None:
+            return "; ".join(f"{name} {why}" for name, why in found.reasons.items())
+        return _left_to_torch(found.backend, arguments["q"].device, found.reasons)
+
+    return refusal
+
+
+def _left_to_torch(backend: str, device: torch.device, reasons: Mapping[str, str] | None = None) -> str | None:
+    """Why a call that would run in PyTorch stays with fla. On a GPU fla's kernels are faster. On a CPU fla has none."""
+    if backend != "torch" or device.type == "cpu":
+        return None
+    why = "; ".join(f"{name} {why}" for name, why in (reasons or {}).items() if name != "torch")
+    return f"only PyTorch's operations could run it{': ' if why else ''}{why}"
+
+
+def _kda(op: Callable[..., Any]) -> Refusal:
+    rule = _rule(op)
+
+    def refusal(**arguments: Any) -> str | None:
+        if arguments.get("chunk_size", 64) not in (32, 64):  # ours take 16, too
+            return f"chunk_size: expected 32 or 64, got {arguments['chunk_size']}"
+        read = arguments.get("use_gate_in_kernel") or arguments.get("safe_gate")
+        if arguments.get("lower_bound") is not None and not read:
+            return "lower_bound: fla does not read it here, and ours bounds the log decays"
+        return rule(**arguments)
+
+    return refusal
+
+
+def _one_pass(q: Tensor, **arguments: Any) -> str | None:
+    """Why a call stays with fla in both passes, or None. fla's backward pass cannot continue our forward pass."""
+    if arguments.get("cp_context") is not None:
+        return "cp_context: expected None"
+    given = {name: arguments[name] for name in arguments.keys() & signature(chunk_gated_delta_rule).parameters}
+    with torch.enable_grad():
+        return _rule(chunk_gated_delta_rule)(q=q.detach().requires_grad_(), **given)
+
+
+def _without_decay(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> str | None:
+    if q.dtype != v.dtype:
+        return f"o would have the dtype of v, {v.dtype}, in place of that of q, {q.dtype}"
+    g = torch.empty(v.shape[:3], device=v.device)
+    return _rule(fused_recurrent_gated_delta_rule)(q=q, k=k, v=v, g=g, **arguments)
+
+
+def _forward_in_time(reverse: bool = False, **arguments: Any) -> str | None:
+    return "reverse: expected False, got True" if reverse else _rule(chunk_simple_gla)(**arguments)
+
+
+def _gdn_gate(
+    g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
+) -> str | None:
+    options = "fused_gdn_gate", "scalar", None, output_dtype
+    return _left_to_torch(chosen("gate", Gated(g, A_log, dt_bias), *options), g.device)
+
+
+def _kda_gate(
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype = torch.float32,
+) -> str | None:
+    options = "fused_kda_gate", "channel", lower_bound, output_dtype
+    return _left_to_torch(chosen("gate", Gated(g, A_log, dt_bias), *options), g.device)
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    backend: str | None = "triton",
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+) -> str | None:
+    if backend != "triton":
+        return f"backend: the call asks for {backend!r}"
+    if cp_context is not None:
+        return "cp_context: expected None"
+    if (why := _taps_and_residual(x, weight, residual)) is not None:
+        return why
+    tensors = Convolved(_flat(x, weight), weight, bias, initial_state, cu_seqlens)
+    options = "causal_conv1d", _silu(activation), output_final_state
+    return _left_to_torch(chosen("convolution", tensors, *options), x.device)
+
+
+def _token(
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> str | None:
+    if (why := _taps_and_residual(x, weight, residual)) is not None:
+        return why
+    rows = _flat(x, weight).reshape(-1, weight.shape[0])
+    options = "causal_conv1d_update", _silu(activation)
+    return _left_to_torch(chosen("token", Convolved(rows, weight, bias, cache), *options), x.device)
+
+
+def _taps_and_residual(x: Tensor, weight: Tensor | None, residual: Tensor | None) -> str | None:
+    if weight is None:
+        return "weight: expected a tensor [D, W], got None"
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        return f"residual: expected {x.dtype} {list(x.shape)}, got {residual.dtype} {list(residual.shape)}"
+    return None
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: None,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+) -> str | None:
+    if (why := _alone(bias, residual, prenorm)) is not None:
+        return why
+    weight = x.new_empty(x.shape[-1]) if weight is None else weight
+    return _left_to_torch(chosen("norm", Normalized(x, weight), "rms_norm", None, eps), x.device)
+
+
+def _gated_norm(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None,
+    bias: None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    eps: float = 1e-6,
+) -> str | None:
+    if (why := _alone(bias, residual, prenorm)) is not None:
+        return why
+    if activation not in ACTIVATIONS:
+        return f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+    weight = x.new_empty(x.shape[-1]) if weight is None else weight
+    options = "gated_rms_norm", ACTIVATIONS[activation], eps
+    return _left_to_torch(chosen("norm", Normalized(x, weight, g), *options), x.device)
+
+
+def _l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> str | None:
+    return _left_to_torch(chosen("norm", Normalized(x, x.new_empty(x.shape[-1])), "l2norm", None, eps), x.device)
+
+
+def _alone(bias: Tensor | None, residual: Tensor | None, prenorm: bool) -> str | None:
+    """Why a norm stays with fla. Ours take only the norm, since fla's kernel adds a residual without another pass."""
+    if bias is not None:
+        return "bias: expected None, got a tensor"
+    if residual is not None or prenorm:
+        return "residual, prenorm: expected None and False"
+    return None
+
+
+CHUNKED = ("chunk_size", "A_log", "dt_bias", "transpose_state_layout")
+OLD = ("transpose_state_layout",)
+GDN, KDA = "ops.gated_delta_rule", "ops.kda"
+CONVOLUTION = "modules.causal_conv1d.ops"
+TABLE = (
+    Taken(
+        chunk_gated_delta_rule,
+        _rule(chunk_gated_delta_rule),
+        (f"{GDN}.chunk",),
+        "gated_delta_rule",
+        (*CHUNKED, "use_gate_in_kernel"),
+    ),
+    Taken(
+        fused_recurrent_gated_delta_rule,
+        _rule(fused_recurrent_gated_delta_rule),
+        (f"{GDN}.fused_recurrent",),
+        keywords=OLD,
+    ),
+    Taken(chunk_gated_delta_rule_fwd, _one_pass, (f"{GDN}.chunk",)),
+    Taken(chunk_gated_delta_rule_bwd, _one_pass, (f"{GDN}.chunk",)),
+    Taken(fused_gdn_gate, _gdn_gate, (f"{GDN}.gate",)),
+    Taken(chunk_kda, _kda(chunk_kda), (f"{KDA}.chunk",), "kda", CHUNKED),
+    Taken(fused_recurrent_kda, _kda(fused_recurrent_kda), (f"{KDA}.fused_recurrent",), keywords=OLD),
+    Taken(fused_kda_gate, _kda_gate, (f"{KDA}.gate",), "kda"),
+    Taken(chunk_delta_rule, _rule(chunk_delta_rule), ("ops.delta_rule.chunk",), keywords=("chunk_size",)),
+    Taken(fused_recurrent_delta_rule, _without_decay, ("ops.delta_rule.fused_recurrent",)),
+    Taken(chunk_comba, _rule(chunk_comba), ("ops.comba.chunk",)),
+    Taken(fused_recurrent_comba, _rule(chunk_comba), ("ops.comba.fused_recurrent",)),
+    Taken(chunk_simple_gla, _rule(chunk_simple_gla), ("ops.simple_gla.chunk",), keywords=("chunk_size",)),
+    Taken(fused_recurrent_simple_gla, _forward_in_time, ("ops.simple_gla.fused_recurrent",), keywords=OLD),
+    Taken(causal_conv1d, _convolution, (CONVOLUTION, "modules.conv.causal_conv1d")),
+    Taken(causal_conv1d_update, _token, (CONVOLUTION, "modules.conv.triton.ops"), "modules"),
+    Taken(rms_norm_gated, _gated_norm, ("modules.norm.fused_norm_gate", "modules.fused_norm_gate")),
+    Taken(rms_norm, _norm, ("modules.norm.layernorm", "modules.layernorm")),
+    Taken(l2norm, _l2norm, ("modules.norm.l2norm", "modules.l2norm")),
+)
+"""A string that fla's registry knows covers the function in every version; without it, the version says whether the
+function itself is registered."""
