@@ -38,9 +38,9 @@ def test_mathematics():
     assert {tag for pair in quoted for tag in pair if tag} <= proven
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=lambda p: p.name)
 def test_links(path):
-    for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+    for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
         assert (path.parent / link).exists(), link
 
 
