@@ -43,7 +43,7 @@ test test-all: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
 	PYTHONPATH=$(lastword $(OLDEST_AND_NEWEST)) $(BIN)/pytest $(TESTS)
 
 triton: .venv/installed $(OLDEST_AND_NEWEST)
-	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta compile $(TARGETS:%=--target %) || exit; done
+	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta-dev compile $(TARGETS:%=--target %) || exit; done
 	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest $(TESTS)
 
 NEWEST := .venv/newest/bin
@@ -51,7 +51,7 @@ NEWEST := .venv/newest/bin
 newest:
 	rm -rf .venv/newest
 	$(PYTHON) -m venv .venv/newest
-	$(NEWEST)/pip install -q -e '.[dev]' trl
+	$(NEWEST)/pip install -q -e '.[dev]' -e workshop trl
 	$(NEWEST)/python --version
 	$(NEWEST)/pip freeze | grep -E '^(torch|triton|transformers|peft|accelerate|trl)=='
 	$(NEWEST)/pytest $(TESTS)
@@ -104,9 +104,9 @@ docs: .venv/docs
 docs-links: .venv/docs
 	$(SITE) -b linkcheck . build/links
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml workshop/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' -e workshop
 	touch $@
 
 .venv/docs: .venv/installed

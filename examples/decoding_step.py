@@ -9,14 +9,13 @@ time hardly depends on a layer's width, so the layer is narrow. Timed are all of
 sends to this library; what is left is transformers' Python, PyTorch's operators, and the copy of the state into the
 cache. On a GPU nothing waits for the device while the clock runs. On a CPU all the arithmetic is in these times, too.
 
-With ``--pretend`` tensors say that they are on a GPU and lie on the CPU (tests/pretended_gpu.py). Checks, keys and what
-is handed to the driver are real, as are PyTorch's operators for the CPU. A driver's launches, and what PyTorch's
-operators take more on a GPU, come on top.
+With ``--pretend`` tensors say that they are on a GPU and lie on the CPU (flash_delta/compiler/pretended_gpu.py).
+Checks, keys and what is handed to the driver are real, as are PyTorch's operators for the CPU. A driver's launches, and
+what PyTorch's operators take more on a GPU, come on top.
 """
 
 import cProfile
 import pstats
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,7 +38,6 @@ from flash_delta.cli.environment import require_device
 from flash_delta.integrations.transformers import enable
 
 WARM, AT_A_TIME = 50, 16  # steps before the clock runs; steps between two waits for a GPU, so that no queue is full
-TESTS = Path(__file__).parent.parent / "tests"
 Step = Callable[[], Tensor]
 
 
@@ -100,8 +98,7 @@ def parts(step: Step, report: enable, steps: int, device: torch.device) -> dict[
 
 @contextmanager
 def pretended() -> Iterator[None]:
-    sys.path.append(str(TESTS))
-    from pretended_gpu import pretended_gpu
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
 
     with TemporaryDirectory() as place, pretended_gpu(Path(place)):
         yield

@@ -10,15 +10,14 @@ returns as many tensors and does nothing. So much is PyTorch's, threads and all.
 run in the thread that asks for them (`torch.autograd.set_multithreading_enabled`). With ``--new-lengths`` no call has
 been there before: each has a length of its own.
 
-With ``--pretend`` tensors say that they are on a GPU and lie on the CPU (tests/pretended_gpu.py). Checks, keys and what
-is handed to the driver are real. A driver's launches, and what PyTorch's allocator and its threads take more on a GPU,
-come on top.
+With ``--pretend`` tensors say that they are on a GPU and lie on the CPU (flash_delta/compiler/pretended_gpu.py).
+Checks, keys and what is handed to the driver are real. A driver's launches, and what PyTorch's allocator and its
+threads take more on a GPU, come on top.
 """
 
 import cProfile
 import ctypes
 import pstats
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -40,7 +39,6 @@ from flash_delta.testing import Workload
 
 WARM, AT_A_TIME = 20, 8  # steps before the clock runs; steps between two waits for a GPU, so that no queue is full
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
-TESTS = Path(__file__).parent.parent / "tests"
 ROWS = tuple(
     Workload("host", "training", member, H, HV, N, 8192 // N, packed=N > 1, states=False)
     for member, H, HV, N in (("gdn", 16, 32, 1), ("gdn", 4, 8, 1), ("gdn", 16, 32, 8), ("kda", 32, 32, 1))
@@ -141,8 +139,7 @@ def steps_of(w: Workload, device: torch.device, number: int, new: bool) -> Itera
 
 @contextmanager
 def pretended() -> Iterator[None]:
-    sys.path.append(str(TESTS))
-    from pretended_gpu import pretended_gpu
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
 
     libc = ctypes.CDLL(None)  # a GPU's allocator keeps what it has: so shall the CPU's, and ask the system for nothing
     libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, -1)

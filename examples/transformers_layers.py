@@ -28,10 +28,10 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.utils import logging
 
-from flash_delta.bench.timing import milliseconds
 from flash_delta.cli.environment import require_device
 from flash_delta.integrations.transformers import CONVOLUTIONS, RULES, enable
 from flash_delta.testing import relative_error
+from workshop.bench.timing import milliseconds
 
 ANOTHER_FUNCTION = 2e-2  # relative L2 error of outputs in bfloat16
 LAYERS = {

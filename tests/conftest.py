@@ -7,8 +7,8 @@ import torch
 # Without a GPU kernels run in Triton's interpreter, on CPU tensors. Triton reads this when a kernel is defined.
 if not torch.cuda.is_available() and find_spec("triton") is not None:
     os.environ["TRITON_INTERPRET"] = "1"
-    from flash_delta.testing.bounds import watch_bounds
-    from flash_delta.testing.interpreter import repair_interpreter
+    from workshop.check.bounds import watch_bounds
+    from workshop.check.interpreter import repair_interpreter
 
     repair_interpreter()
     watch_bounds()

@@ -13,17 +13,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flash_delta.bench import Group, Result, changes, runner, select, taking_part
-from flash_delta.bench.contestants import load
-from flash_delta.bench.contestants.flash_delta import prefill
-from flash_delta.bench.entry import Costs, Entry, Lengths, Samples, drawn
-from flash_delta.bench.floor import Ceilings, floor
-from flash_delta.bench.page import write_benchmarks
-from flash_delta.bench.speed import SpeedUp, chart, fullest, speed_ups, summary
-from flash_delta.bench.tables import bandwidth, choices, eager, number, of, refusals, remarks, times
-from flash_delta.bench.timing import Spread
-from flash_delta.bench.workloads import GROUPS, WORKLOADS, documents
-from flash_delta.cli.app import app
 from flash_delta.integrations.transformers import disable
 from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
 from flash_delta.page import MARKDOWN, Picture
@@ -34,13 +23,22 @@ from flash_delta.testing import (
     Workload,
     allowed,
     judge,
-    judge_layer,
-    make_layer,
     make_tensors,
     output_gradient,
 )
 from flash_delta.testing.large import run_workload
-from flash_delta.testing.layer import INPUTS
+from workshop.bench import Group, Result, changes, runner, select, taking_part
+from workshop.bench.contestants import load
+from workshop.bench.contestants.flash_delta import prefill
+from workshop.bench.entry import Costs, Entry, Lengths, Samples, drawn
+from workshop.bench.floor import Ceilings, floor
+from workshop.bench.page import write_benchmarks
+from workshop.bench.speed import SpeedUp, chart, fullest, speed_ups, summary
+from workshop.bench.tables import bandwidth, choices, eager, number, of, refusals, remarks, times
+from workshop.bench.timing import Spread
+from workshop.bench.workloads import GROUPS, WORKLOADS, documents
+from workshop.check.layer import INPUTS, judge_layer, make_layer
+from workshop.cli.app import app
 
 H200 = Ceilings(4.3e12, 790e12, 4.2e12, 700e12)
 CPU = torch.device("cpu")
@@ -204,7 +202,7 @@ def test_a_graph_that_replays_stale_numbers_is_refused(monkeypatch):
     entry.prepare(SMALL[0])
     graph = type("Graph", (), {"replay": lambda self: None})()
     for o, right in ((entry.first_o.clone(), True), (entry.first_o.roll(1, dims=1), False)):
-        monkeypatch.setattr("flash_delta.bench.timing.captured", lambda run, device, o=o: (graph, (o, None)))
+        monkeypatch.setattr("workshop.bench.timing.captured", lambda run, device, o=o: (graph, (o, None)))
         if right:
             assert entry._captured() is graph
         else:
@@ -354,7 +352,7 @@ def test_results_survive_their_file(group, tmp_path):
     read.write(tmp_path / "gdn-prefill.json")
     assert Group.read(tmp_path / "gdn-prefill.json") == read
     (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(ValueError, match="results: expected a file that `flash-delta bench` wrote"):
+    with pytest.raises(ValueError, match="results: expected a file that `flash-delta-dev bench` wrote"):
         Group.read(tmp_path / "other.json")
 
 
@@ -392,7 +390,7 @@ def test_the_page_shows_every_row_and_every_refusal(group, tmp_path):
     assert text.count("<img") == 5  # the chart, and four of the group
     assert text.index("<img") < text.index("<h2"), "the chart comes first"
     assert "<strong>1.000</strong>" in text
-    assert "<code>flash_delta/bench/floor.py</code>" in text
+    assert "<code>workshop/bench/floor.py</code>" in text
     assert not re.search(r"\*\*|`", text), "Markdown that nobody rendered"
 
 
@@ -416,17 +414,17 @@ def test_the_committed_pages_and_drawings_are_those_of_the_committed_results(tmp
     """Every picture is drawn, and only the charts are written: that takes most of the time, and the test above has
     it."""
     monkeypatch.setattr(
-        "flash_delta.bench.page.picture", lambda title, reading, draw: Picture(title, reading, str(draw()), "")
+        "workshop.bench.page.picture", lambda title, reading, draw: Picture(title, reading, str(draw()), "")
     )
     root = Path(__file__).parent.parent
     readme = (root / "README.md").read_text()
     (tmp_path / "README.md").write_text(re.sub(r"\| GDN training.*\n", "| old |\n", readme))
     written = write_benchmarks(root / "benchmarks" / "results", tmp_path / "docs")
     assert {path.name for path in written} == {"benchmarks.md", "benchmarks.html", "speed-light.svg", "speed-dark.svg"}
-    assert (tmp_path / "README.md").read_text() == readme, "run flash-delta report"
+    assert (tmp_path / "README.md").read_text() == readme, "run flash-delta-dev report"
     for path in written:
         committed = (root / "docs" / path.name).read_text()
-        assert without_pictures(path.read_text()) == without_pictures(committed), "run flash-delta report"
+        assert without_pictures(path.read_text()) == without_pictures(committed), "run flash-delta-dev report"
 
 
 def test_the_chart_shows_every_shape_and_who_is_ahead(group):
@@ -513,7 +511,7 @@ def test_the_readmes_table_names_the_peers_that_ran_and_leaves_out_code_without_
 
 
 def test_no_results_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="results: expected a folder that `flash-delta bench` wrote"):
+    with pytest.raises(FileNotFoundError, match="results: expected a folder that `flash-delta-dev bench` wrote"):
         write_benchmarks(tmp_path / "nothing", tmp_path)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import flash_delta
-from flash_delta.bench import taking_part
-from flash_delta.bench.entry import Entry
-from flash_delta.bench.floor import floor
-from flash_delta.bench.workloads import IN_OP, WORKLOADS
 from flash_delta.testing import Workload, make_tensors
+from workshop.bench import taking_part
+from workshop.bench.entry import Entry
+from workshop.bench.floor import floor
+from workshop.bench.workloads import IN_OP, WORKLOADS
 
 CPU = torch.device("cpu")
 TINY = {"dtype": "float32", "states": False, "K": 16, "V": 24}

@@ -7,19 +7,19 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from flash_delta.bench import Group, Result, runner, taking_part
-from flash_delta.bench.contestants import load
-from flash_delta.bench.entry import Costs, Entry, Samples
-from flash_delta.bench.floor import floor
-from flash_delta.bench.speed import speed_ups
-from flash_delta.bench.steps import further, host, memory, times
-from flash_delta.bench.tables import accuracy, of, remarks
-from flash_delta.bench.timing import Spread
-from flash_delta.bench.workloads import WORKLOADS
 from flash_delta.integrations.transformers import disable
 from flash_delta.layers import GatedDeltaNet
-from flash_delta.testing import Workload, make_layer, output_gradient
-from flash_delta.testing.layer import results_of_layer
+from flash_delta.testing import Workload, output_gradient
+from workshop.bench import Group, Result, runner, taking_part
+from workshop.bench.contestants import load
+from workshop.bench.entry import Costs, Entry, Samples
+from workshop.bench.floor import floor
+from workshop.bench.speed import speed_ups
+from workshop.bench.steps import further, host, memory, times
+from workshop.bench.tables import accuracy, of, remarks
+from workshop.bench.timing import Spread
+from workshop.bench.workloads import WORKLOADS
+from workshop.check.layer import make_layer, results_of_layer
 
 CPU = torch.device("cpu")
 LAYER = {"packed": False, "states": False, "hidden": 24, "K": 16, "V": 16, "form": "called"}

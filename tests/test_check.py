@@ -8,14 +8,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flash_delta.bench import Peer, PeerAnswer
-from flash_delta.bench.judging import Answer, names_of
-from flash_delta.bench.shared import Sharer, judge_shared
 from flash_delta.cli import checking
 from flash_delta.cli.app import app
 from flash_delta.testing import CASES, HARD, MEMBERS, make_inputs
+from flash_delta.testing.judging import PEERS_DTYPES, Answer, PeerAnswer, names_of
 from flash_delta.testing.matrix import STRESS, Cell, Judge, Stress
+from flash_delta.testing.shared import Sharer, judge_shared
 from flash_delta.testing.workload import Workload
+from workshop.bench import Peer
+from workshop.cli.app import app as dev_app
 
 TINY = Workload("stress", "training", "gdn", 1, 2, 2, 70, K=16, V=16)
 
@@ -172,6 +173,29 @@ def test_a_peer_is_judged_on_the_same_inputs():
         assert max(peer.case("kda", by_name[name], "float32").errors.values()) < 1e-5
     assert peer.case("gdn", by_name["scale"], "float32") == PeerAnswer({}, "peers' ops have no words for it")
     assert "packed" in peer.case("gdn", by_name["packed"], "float32").reason
+
+
+class Here:
+    """Stands for a process of its own."""
+
+    def __init__(self, make, *_, **__):
+        self.made = make()
+
+    def call(self, method, *arguments):
+        return getattr(self.made, method)(*arguments)
+
+    def stop(self):
+        pass
+
+
+def test_the_developers_command_judges_peers(judge, monkeypatch):
+    monkeypatch.setattr("flash_delta.testing.judging.Isolated", Here)
+    monkeypatch.setattr(Peer, "case", lambda self, name, case, dtype: PeerAnswer({"o": 4e-3}))
+    result = CliRunner().invoke(dev_app, ["check", "--case", "ragged", "--peers", "transformers"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("transformers, 1 cases") == len(MEMBERS) * len(PEERS_DTYPES)
+    result = CliRunner().invoke(dev_app, ["check", "--peers", "nobody"])
+    assert "contestant: expected one of " in result.output
 
 
 SMALL = (

@@ -17,6 +17,7 @@ from flash_delta.cli.app import app
 from flash_delta.cli.environment import THREADS, calm_threads
 from flash_delta.cli.train import train_command
 from flash_delta.training import Run, load_model, require_checkpoint
+from workshop.cli.app import app as dev_app
 
 TINY = "--mixers gdn,kda --layers 2 --hidden-size 32 --heads 2 --head-dim 16 --steps 4 --batch-size 2 --seq-len 32"
 
@@ -35,6 +36,10 @@ sys.meta_path.insert(0, Blocker)
 
 def flash(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def flash_dev(*arguments):
+    return CliRunner().invoke(dev_app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +63,13 @@ def run(tmp_path_factory, text):
 
 
 def test_help_names_the_commands():
-    result = flash("--help")
-    assert result.exit_code == 0
-    assert all(command in result.output for command in ("info", "check", "train", "generate", "report"))
+    for program, commands in (
+        (flash, "info check train generate report"),
+        (flash_dev, "check bench report tune compile"),
+    ):
+        result = program("--help")
+        assert result.exit_code == 0
+        assert re.findall(r"^  (\w+)  ", result.output.split("Commands:")[1], re.MULTILINE) == commands.split()
 
 
 def test_info_says_what_is_here_and_which_backend_runs():
@@ -204,7 +213,7 @@ def test_without_its_libraries_two_commands_run_and_others_say_what_to_install(m
     ("arguments", "width"),
     [
         *((arguments, width) for arguments in ("info", "check --case one-token", "--help") for width in (40, 60)),
-        *((arguments, 60) for arguments in ("bench --help", "train --help")),
+        *((arguments, 60) for arguments in ("check --help", "train --help")),
     ],
 )
 def test_a_narrow_terminal_cuts_nothing(arguments, width):

@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flash_delta.cli.app import app
-from flash_delta.compiler.gate import MODULES, Allowed, judge
-from flash_delta.compiler.lint import transposed_accumulators
 from flash_delta.compiler.pool import Job, Result, compile_all, find_jobs
-from flash_delta.compiler.record import changes, read, rows, within, write
 from flash_delta.compiler.targets import TARGETS as ALL_TARGETS
+from workshop.cli.app import app
+from workshop.gate.lint import transposed_accumulators
+from workshop.gate.record import changes, read, rows, within, write
+from workshop.gate.rules import MODULES, Allowed, judge
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -31,8 +31,10 @@ SPILL_ALLOWED = Allowed("m/large/*", ("sm_80",), "spill", "a reason", at_most=12
 @needs_triton
 def test_every_planted_fault_is_found():
     """The launch that aborts its process costs no other result."""
+    from workshop.gate.facts import facts
+
     triton, jobs = find_jobs(FAULTY, TARGETS)
-    results = sorted(result for found in compile_all(jobs) for result in found)
+    results = sorted(result for found in compile_all(jobs, facts) for result in found)
     wrong = dict(
         line.removeprefix("faulty_kernels/").split(": ", 1) for line in judge(results, FAULTY, TARGETS, triton)
     )
@@ -172,7 +174,7 @@ def compilations(module, launch):
 
 def family(tokens):
     """Every kernel of the Triton backend, forward and backward."""
-    from flash_delta.compiler.cases import rule
+    from workshop.gate.cases import rule
 
     rule.call_chunks(rule.RuleCase(raw=True, tokens=tokens))
     rule.call("scan", rule.RuleCase(tokens=tokens), False, rule.Tile(4, 2, 32))
@@ -181,21 +183,21 @@ def family(tokens):
 
 def channels(tokens):
     """Those of its kernels that are there for a decay per channel, and those that have another form with it."""
-    from flash_delta.compiler.cases import rule
+    from workshop.gate.cases import rule
 
     rule.call_chunks(rule.RuleCase(gate="channel", raw=True, tokens=tokens))
 
 
 def decoding(tokens):
     """More than a call may have are as good here. ``tokens`` rows would be, but for the grid."""
-    from flash_delta.compiler.cases import serving
+    from workshop.gate.cases import serving
 
     serving.call_decode(serving.Decoding(tokens=tokens))
 
 
 def prefilling(tokens):
     """With checkpoints, of which there are more the longer sequences are."""
-    from flash_delta.compiler.cases import rule, serving
+    from workshop.gate.cases import rule, serving
 
     case = serving.Prefilling(rule.RuleCase(gate="channel", raw=True, tokens=tokens))
     serving.call_prefill(case)
@@ -204,7 +206,7 @@ def prefilling(tokens):
 
 def prompts(tokens):
     """What comes around the rule, with heads whose rows are no multiples of 16 numbers."""
-    from flash_delta.compiler.cases import prompts, rule
+    from workshop.gate.cases import prompts, rule
 
     prompts.call_prompts(rule.RuleCase(100, tokens=tokens))
 
@@ -212,7 +214,7 @@ def prompts(tokens):
 def variants_of_decode():
     """What the kernel computes, by whether there is a write, a count of accepted tokens, a tree, a token alone, packed
     rows, a pool of its own to write; then what the kernels around it compute, also with rolling windows."""
-    from flash_delta.compiler.cases import serving
+    from workshop.gate.cases import serving
 
     draft, forms = serving.Decoding(tokens=4), ((True, True), (False, True), (False, False))
     tree, whole = draft._replace(tree=True), draft._replace(whole=True)
@@ -225,8 +227,8 @@ def variants_of_decode():
 
 
 def computed(case, *choice, counted=True, written=True):
-    from flash_delta.compiler.cases import serving
     from flash_delta.compiler.offline import offline
+    from workshop.gate.cases import serving
 
     with offline("sm_90a") as compiled:
         serving.call_decode(case, *choice, counted=counted, written=written)
@@ -235,8 +237,8 @@ def computed(case, *choice, counted=True, written=True):
 
 def tiles_of_decode():
     """What `decode` computes with the tile for few rows and with that for many, but not for how many columns."""
-    from flash_delta.compiler.cases import serving
     from flash_delta.kernels.triton.tiles import DECODE, FEW
+    from workshop.gate.cases import serving
 
     groups = []
     for dtype, tokens in product((torch.float32, torch.bfloat16), (1, 4)):
@@ -250,8 +252,8 @@ def tiles_of_decode():
 
 def variants_of_offsets():
     """What `decode` computes of a token, and what is computed of one on the way to a checkpoint's offset."""
-    from flash_delta.compiler.cases import serving
     from flash_delta.compiler.offline import offline
+    from workshop.gate.cases import serving
 
     found, pools = [], (torch.float32, torch.bfloat16)
     for model, dtype, v_first in product((serving.RuleCase(raw=True), serving.BOUNDED), pools, (True, False)):
@@ -326,5 +328,7 @@ def test_tokens_before_an_offset_are_what_decoding_makes_of_them(process):
 
 @needs_triton
 def test_facts_do_not_change_from_run_to_run():
+    from workshop.gate.facts import facts
+
     job = Job("faulty_kernels", "good", "sm_120")
-    assert list(compile_all([job])) == list(compile_all([job]))
+    assert list(compile_all([job], facts)) == list(compile_all([job], facts))

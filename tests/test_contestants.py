@@ -18,20 +18,19 @@ from flash_delta import (
     decode_kda,
     fused_recurrent_gated_delta_rule,
 )
-from flash_delta.bench.contestants import NAMES, load
-from flash_delta.bench.contestants.call import NO_CHOICE
-from flash_delta.bench.runner import PEERS_ALLOWED
-from flash_delta.bench.workloads import WORKLOADS
 from flash_delta.testing import (
     Workload,
     assert_accurate,
     judge,
-    judge_elementwise,
-    make_elementwise,
     make_tensors,
     output_gradient,
 )
 from flash_delta.testing.large import run_workload
+from workshop.bench.contestants import NAMES, load
+from workshop.bench.contestants.call import NO_CHOICE
+from workshop.bench.runner import PEERS_ALLOWED
+from workshop.bench.workloads import WORKLOADS
+from workshop.check.elementwise import judge_elementwise, make_elementwise
 
 ROOT = Path(__file__).parent.parent
 TINY = {"dtype": "float32", "K": 16, "V": 24}
@@ -394,7 +393,7 @@ HOPPER = {  # the groups of rows that each runs on such a GPU
 @pytest.mark.parametrize("name", HOPPER)
 def test_what_runs_on_hopper(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("flash_delta.bench.contestants.fla_layer.find_spec", lambda name: "as if it were there")
+    monkeypatch.setattr("workshop.bench.contestants.fla_layer.find_spec", lambda name: "as if it were there")
     unsupported, device = load(name).unsupported, torch.device("cuda")
     for workload in WORKLOADS:
         reason = unsupported(workload, device)
@@ -420,7 +419,7 @@ def test_what_runs_on_hopper(name, monkeypatch):
 def test_adapters_import_no_library():
     code = f"""
 import sys
-from flash_delta.bench.contestants import load
+from workshop.bench.contestants import load
 before = set(sys.modules)
 for name in {NAMES!r}:
     load(name)

@@ -60,8 +60,7 @@ def inputs(member, copied, device, seed, training):
 
 def layouts(place, member, backend, copied, training):
     """The layouts of the tensors that each replay gets, call after call."""
-    from pretended_gpu import pretended_gpu
-
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime.cuda_driver import Replay
 
     found, launch = defaultdict(list), Replay.launch

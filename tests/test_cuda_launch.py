@@ -23,6 +23,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
+from flash_delta import compiler
 from flash_delta.kernels.hopper.device import layouts
 from flash_delta.kernels.runtime import cuda_driver, descriptors, fastcall
 
@@ -57,7 +58,7 @@ SCALARS = (-7, 2**40, 0.1, (3, (-5, 1), 2**63 + 1), True, 64)
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory):
     place = tmp_path_factory.mktemp("driver")
-    source, library = Path(__file__).with_name("fake_cuda.c"), place / "libcuda.so.1"
+    source, library = Path(compiler.__file__).with_name("fake_cuda.c"), place / "libcuda.so.1"
     subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # and whoever asks for libcuda.so.1 finds it
     with knobs.nvidia.scope(), knobs.cache.scope(), pytest.MonkeyPatch.context() as m:

@@ -31,8 +31,8 @@ def counts(place):
     """Counts how often each function of ours calls Python and torch, in a step of a kind that came before."""
     sys.path.append(EXAMPLES)
     import decoding_step
-    from pretended_gpu import pretended_gpu
 
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.integrations.transformers import enable
 
     found = {}
@@ -81,9 +81,9 @@ def addresses_of_steps(place, gradients):
     """Runs some recurrent steps, each on other tensors. Returns for each what the kernel was given and what it should
     be given, and a None for every time that the call was looked at again."""
     import torch
-    from pretended_gpu import pretended_gpu
 
     import flash_delta
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import cuda_driver
     from flash_delta.kernels.triton import backend
 

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flash_delta.bench import tables
-from flash_delta.bench.page import read_groups
-from flash_delta.bench.speed import fullest
+from workshop.bench import tables
+from workshop.bench.page import read_groups
+from workshop.bench.speed import fullest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -38,9 +38,9 @@ def test_mathematics():
     assert {tag for pair in quoted for tag in pair if tag} <= proven
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=lambda p: p.name)
 def test_links(path):
-    for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+    for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
         assert (path.parent / link).exists(), link
 
 
@@ -90,7 +90,8 @@ def test_pictures(path):
 PHRASES = ("but for ", "what is no ", "is meant", "goes first", "lies ready", " all the same", "behind it")
 PLAIN = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
 PLAIN += [path for path in (ROOT / "docs").rglob("*.md") if "notes" not in path.parts]
-PLAIN += [path for kind in ("py", "c", "md") for path in (ROOT / "flash_delta").rglob(f"*.{kind}")]
+PLAIN += [path for kind in ("py", "c", "md") for path in ROOT.glob(f"flash_delta/**/*.{kind}")]
+PLAIN += [path for kind in ("py", "md") for path in ROOT.glob(f"workshop/**/*.{kind}")]
 
 
 @pytest.mark.parametrize("phrase", PHRASES)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "flash_delta"
-FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "kernels" not in path.relative_to(PACKAGE).parts]
+ROOT = Path(__file__).parent.parent
+FILES = [path for path in sorted(ROOT.glob("flash_delta/**/*.py")) if "kernels" not in path.relative_to(ROOT).parts]
+FILES += sorted(ROOT.glob("workshop/**/*.py"))
 # Messages that say it in other words: no backend fits, something has its own words, a computation went wrong.
 OTHER_WORDS = (
     "cannot run this: ",
@@ -35,7 +36,7 @@ def raised():
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 words = text(node.exc.args[0])
                 if ast.unparse(node.exc.func).endswith("Error") and words:
-                    yield pytest.param(words, id=f"{path.relative_to(PACKAGE)}:{node.lineno}")
+                    yield pytest.param(words, id=f"{path.relative_to(ROOT)}:{node.lineno}")
 
 
 @pytest.mark.parametrize("words", list(raised()))

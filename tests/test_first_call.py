@@ -136,7 +136,8 @@ def compilations(place, row, changes):
     """How often a step compiles, and how many calls' kernels at a time."""
     sys.path.append(EXAMPLES)
     import training_step
-    from pretended_gpu import pretended_gpu
+
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
 
     found, compile_ = [], launch._compile
 

@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.driver import driver
 
 import flash_delta
-from flash_delta.compiler.cases.hopper import CASES as CASES_COMPILED
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.channel import run as by_channel
@@ -35,6 +34,7 @@ from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import backend as torch_backend
 from flash_delta.testing import MEMBERS, make_inputs
 from flash_delta.testing.cases import CASES
+from workshop.gate.cases.hopper import CASES as CASES_COMPILED
 
 BY_NAME = {case.name: case for case in CASES}
 KDA = {"gate": "channel", "raw_gate": True, "lower_bound": -5.0, "g_dtype": torch.bfloat16}

@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.compiler.cases.tuning_hopper import STAGES
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
@@ -28,6 +27,7 @@ from flash_delta.testing.accuracy import products_in, run, truth
 from tests.gluon_emulator import Kernel, emulated
 from tests.repeated import repeated
 from tests.test_hopper_segments import PACKED, RAW, ROW, ROWS
+from workshop.tune.stages_hopper import STAGES
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 GROUPED = replace(ROWS, H=2, HV=6, T=130, B=1)

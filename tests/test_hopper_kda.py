@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from flash_delta.compiler.cases.tuning_hopper import STAGES
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.channel import forget, loop, prepare, run, scan
 from flash_delta.kernels.hopper.channel.backward import gradients
@@ -22,6 +21,7 @@ from flash_delta.testing.accuracy import run as run_op
 from flash_delta.testing.cases import Case
 from tests.gluon_emulator import Kernel, emulated, take_every_call
 from tests.hostile_bounds import T, hostile, leave_unread
+from workshop.tune.stages_hopper import STAGES
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 KDA = MEMBERS["kda"]

@@ -9,7 +9,6 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("there is no Hopper GPU", allow_module_level=True)
 
 import flash_delta
-from flash_delta.compiler.cases.tuning_hopper import call_of, make_back
 from flash_delta.kernels.hopper.plans.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.plans.tiles import WIDE
 from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
@@ -19,6 +18,7 @@ from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.problem import Inputs, Problem
+from workshop.tune.stages_hopper import call_of, make_back
 
 HV, T, N, WIDTH = 16, 12000, 24, 128
 

@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_cli import TINY, flash
+from test_cli import TINY, flash, flash_dev
 from test_runs import one_line
 
 import flash_delta
@@ -312,6 +313,13 @@ def test_wrong_usage_is_one_line(arguments):
     assert one_line(flash(*arguments.split())).startswith("error: ")
 
 
+def command(words, *more):
+    """A command of `flash-delta`, or, after "dev", of `flash-delta-dev`."""
+    program, *arguments = words.split()
+    run = flash_dev if program == "dev" else partial(flash, program)
+    return run(*arguments, *more)
+
+
 def test_the_bare_command_shows_its_help():
     result = flash()
     assert "Usage" in result.output
@@ -327,35 +335,35 @@ def test_the_bare_command_shows_its_help():
         ("check --processes 0", "processes"),
         ("check --processes 1000000000", "processes"),
         ("check --device meta", "device"),
-        ("bench cpu --device cpu --timeout nan", "timeout"),
-        ("bench cpu --device cpu --timeout inf", "timeout"),
-        ("bench cpu --device cpu --timeout 0", "timeout"),
-        ("bench cpu --device cpu --timeout 1e99", "timeout"),
-        ("bench cpu --device cpu --results text.txt", "results"),
-        ("bench cpu --device cpu --compare nowhere", "nowhere"),
-        ("bench cpu --device cpu --compare list.json", "list.json"),
-        ("bench cpu --device cpu --compare text.txt", "compare"),
-        ("report --results nowhere", "results"),
-        ("report --results . --out text.txt/below", "text.txt/below"),
-        ("compile .x", "modules"),
-        ("compile --target x", "target"),
-        ("tune scan --device cpu", "device"),
+        ("dev bench cpu --device cpu --timeout nan", "timeout"),
+        ("dev bench cpu --device cpu --timeout inf", "timeout"),
+        ("dev bench cpu --device cpu --timeout 0", "timeout"),
+        ("dev bench cpu --device cpu --timeout 1e99", "timeout"),
+        ("dev bench cpu --device cpu --results text.txt", "results"),
+        ("dev bench cpu --device cpu --compare nowhere", "nowhere"),
+        ("dev bench cpu --device cpu --compare list.json", "list.json"),
+        ("dev bench cpu --device cpu --compare text.txt", "compare"),
+        ("dev report --results nowhere", "results"),
+        ("dev report --results . --out text.txt/below", "text.txt/below"),
+        ("dev compile .x", "modules"),
+        ("dev compile --target x", "target"),
+        ("dev tune scan --device cpu", "device"),
     ],
 )
 def test_the_other_commands_refuse(arguments, named, run, monkeypatch):
     def work(*_, **__):
         pytest.fail("it began to work")
 
-    monkeypatch.setattr("flash_delta.bench.run_group", work)
-    monkeypatch.setattr("flash_delta.bench.judging.judge", work)
+    monkeypatch.setattr("workshop.bench.run_group", work)
+    monkeypatch.setattr("flash_delta.testing.judging.judge", work)
     with open("list.json", "w") as file:
         file.write("[1, 2]")
-    assert named in one_line(flash(*arguments.split()))
+    assert named in one_line(command(arguments))
 
 
 def test_an_empty_option_is_no_path(run):
-    for command in ("check --json", "bench cpu --device cpu --results", "bench cpu --device cpu --compare"):
-        assert "expected a path, got nothing" in one_line(flash(*command.split(), ""))
+    for option in ("check --json", "dev bench cpu --device cpu --results", "dev bench cpu --device cpu --compare"):
+        assert "expected a path, got nothing" in one_line(command(option, ""))
     assert "case" in one_line(flash("check", "--case", ""))
 
 

@@ -1,5 +1,5 @@
 """Wrong bounds of packed sequences touch no memory but the call's: in Triton's interpreter, which watches every address
-(testing/bounds.py), and on a GPU (see also test_hopper_gpu.py and test_sanitizer.py).
+(workshop/check/bounds.py), and on a GPU (see also test_hopper_gpu.py and test_sanitizer.py).
 
 What comes out is undefined. The call after it is right.
 """

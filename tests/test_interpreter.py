@@ -13,9 +13,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from flash_delta.compiler.cases import rule
-from flash_delta.compiler.cases.tuning import STAGES
-from flash_delta.testing import interpreter, relative_error
+from flash_delta.testing import relative_error
+from workshop.check import interpreter
+from workshop.gate.cases import rule
+from workshop.tune.stages import STAGES
 
 # A product's operands are rounded to the inputs' type once more on the way: a few roundings of the result.
 LIMIT = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

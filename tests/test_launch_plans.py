@@ -27,9 +27,8 @@ def place(tmp_path_factory):
 
 def launched(place, heads, calls):
     """The kernels of the forward passes of ``calls``: lengths of packed sequences, one after the other."""
-    from pretended_gpu import pretended_gpu
-
     import flash_delta
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import cuda_driver
     from flash_delta.ops import _known_calls
 
@@ -75,8 +74,7 @@ def packed(count, length, heads=8):
 
 def launched_for_prompts(place, calls, call=prompts):
     """The kernels of prefills, each called twice; and how often something was compiled."""
-    from pretended_gpu import pretended_gpu
-
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import cuda_driver, launch
     from flash_delta.ops import _known_calls
 
@@ -97,8 +95,7 @@ def launched_for_prompts(place, calls, call=prompts):
 def convolved(place, calls):
     """The programs of convolutions forward and backward, rows of some length one after the other; and how often
     something is compiled."""
-    from pretended_gpu import pretended_gpu
-
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import launch
     from flash_delta.modules import causal_conv1d
     from flash_delta.ops import _known_calls
@@ -118,9 +115,8 @@ def convolved(place, calls):
 
 def planned(place, batches):
     """The grids of the loop that are planned for packed batches whose lengths the host knows, one after the other."""
-    from pretended_gpu import pretended_gpu
-
     import flash_delta
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import descriptors
     from flash_delta.ops import _known_calls
 
@@ -152,9 +148,9 @@ class Noted(dict):
 def named_twice(place, kind):
     """Kernels of which two forms have one name, among all that a first call compiles."""
     from new_lengths import Calls
-    from pretended_gpu import pretended_gpu
 
     import flash_delta
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import launch
     from flash_delta.ops import _known_calls
 
@@ -216,9 +212,8 @@ def test_known_lengths_choose_the_loop(process, place):
 def launched_back(place, calls):
     """The kernels of backward passes of packed sequences, one after the other: their lengths, and whether the host
     knows them; and how often something is compiled."""
-    from pretended_gpu import pretended_gpu
-
     import flash_delta
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import cuda_driver, launch
     from flash_delta.ops import _known_calls
 
@@ -253,9 +248,8 @@ def test_tapes_of_backward_passes(process, place):
 def longest_axes(place, calls):
     """The longest second or third axis of a grid, for each call: its backend, op, packed sequences and options. One
     more sequence is long enough to be split."""
-    from pretended_gpu import pretended_gpu
-
     import flash_delta
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import descriptors, launch
     from flash_delta.ops import _known_calls
 

@@ -38,6 +38,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     assert files == set(tracked.stdout.split())
     stub = f"{FLA.replace('.', '/')}/ops/kda/chunk.pyi"
     assert {"flash_delta/py.typed", "flash_delta/kernels/runtime/fastcall/key.c", stub} <= files
+    assert "flash_delta/compiler/fake_cuda.c" in files
 
 
 def test_the_long_description_leads_nowhere_else(wheel):
@@ -95,8 +96,8 @@ for name in {OF_SOME_SYSTEMS}:
 for name in {CALLS_OF_SOME_SYSTEMS}:
     vars(os).pop(name, None)
 import flash_delta.cli.app, flash_delta.cli.plain, flash_delta.training, flash_delta.integrations.fla
-import flash_delta.testing, flash_delta.bench.judging, flash_delta.layers, flash_delta.ops.serving, flash_delta.parallel
-import flash_delta.integrations.transformers
+import flash_delta.testing.judging, flash_delta.layers, flash_delta.ops.serving, flash_delta.parallel
+import flash_delta.integrations.transformers, workshop.cli.app
 q = torch.randn(1, 5, 2, 8)
 flash_delta.chunk_delta_rule(q, q, q, torch.rand(1, 5, 2))
 """

@@ -12,7 +12,7 @@ from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 import flash_delta
-from flash_delta.testing.interpreter import repair_interpreter
+from workshop.check.interpreter import repair_interpreter
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

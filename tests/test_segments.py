@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("there is a GPU: `flash-delta bench gdn-long` judges the compiled kernels", allow_module_level=True)
+    pytest.skip("there is a GPU: `flash-delta-dev bench gdn-long` judges the compiled kernels", allow_module_level=True)
 
 import flash_delta
 from flash_delta.kernels.runtime.chip import Chip, Tile

@@ -33,7 +33,8 @@ def place(tmp_path_factory):
 def objects_left(kind, place):
     """By each of some new lengths."""
     from new_lengths import MOST, Calls
-    from pretended_gpu import pretended_gpu
+
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
 
     with pretended_gpu(place):
         make = getattr(Calls(), kind)
@@ -54,8 +55,8 @@ def test_a_length_leaves_few_objects(process, place, kind):
 def looked_at(prompts, place):
     """How often decoding is, and prefill, among so many prompts of new lengths; and how many calls' launches stay."""
     from new_lengths import Calls
-    from pretended_gpu import pretended_gpu
 
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import cuda_driver
     from flash_delta.ops.serving import _run
 
@@ -90,8 +91,8 @@ def served(kind, place):
     from unittest.mock import patch
 
     from new_lengths import Calls
-    from pretended_gpu import pretended_gpu
 
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.ops.serving import _run
 
     _known_calls.calls.clear()
@@ -110,10 +111,10 @@ def test_known_serving_calls_only_launch(process, place, kind):
 
 def compiled_by(options, place):
     """How many kernels the first forward pass compiles, and how many its backward pass."""
-    import pretended_gpu
     import torch
     from new_lengths import Calls
 
+    from flash_delta.compiler import pretended_gpu
     from flash_delta.kernels.runtime import launch
 
     _known_calls.calls.clear()
@@ -141,7 +142,8 @@ def first_of_a_thread(place):
     from ctypes import c_void_p
 
     from new_lengths import Calls
-    from pretended_gpu import pretended_gpu
+
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
 
     _known_calls.calls.clear()
     with pretended_gpu(place) as driver, ThreadPoolExecutor(1) as thread:

@@ -56,9 +56,8 @@ def test_the_first_calls_of_a_process(tmp_path, device):
 
 def compilations(place):
     """How often something is compiled while threads call first, of which every other one makes the same call."""
-    from pretended_gpu import pretended_gpu
-
     import flash_delta
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import launch
 
     def call(number):

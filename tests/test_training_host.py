@@ -34,13 +34,15 @@ def counts(place, row):
     """How often a known step calls Python, launches, and allocates."""
     sys.path.append(EXAMPLES)
     import training_step
-    from pretended_gpu import pretended_gpu
+
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
 
     found = Counter()
 
     def note(frame, event, function):
-        if event == "call" and "flash_delta" in frame.f_code.co_filename:
-            found["python"] += 1
+        if event == "call":
+            file = frame.f_code.co_filename
+            found["python"] += "flash_delta" in file and not file.endswith("pretended_gpu.py")
         elif event == "c_call":
             found[function.__name__] += 1
 
@@ -68,9 +70,9 @@ def saved(place, row, options):
     """How many bytes autograd keeps of a step, and how many of its inputs are among them."""
     sys.path.append(EXAMPLES)
     import training_step
-    from pretended_gpu import pretended_gpu
 
-    from flash_delta.bench.timing import saved_bytes
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
+    from workshop.bench.timing import saved_bytes
 
     w = training_step.ROWS[row]
     with pretended_gpu(place):
@@ -126,8 +128,7 @@ def addresses_of_passes(place, make_step, kind, contiguous, pointers):
     """Runs some steps, each on other tensors. Returns whether the kernels of the backward pass got the gradients'
     addresses; and None for every time that a backward pass was looked at. ``pointers``: so many parameters of a kernel
     are noted."""
-    from pretended_gpu import pretended_gpu
-
+    from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime import cuda_driver
 
     found = []

@@ -11,7 +11,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is a GPU: `flash-delta check --device cuda` runs the compiled kernels", allow_module_level=True)
 
 import flash_delta
-from flash_delta.compiler.cases.rule import RuleCase, problem_of
 from flash_delta.compiler.targets import TARGETS
 from flash_delta.kernels import require_triton
 from flash_delta.kernels.runtime import launch
@@ -27,6 +26,7 @@ from flash_delta.kernels.triton.tiles import widest_float32, widest_key
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, Standard, make_inputs
 from flash_delta.testing.accuracy import run
+from workshop.gate.cases.rule import RuleCase, problem_of
 
 BY_NAME = {case.name: case for case in CASES}
 HEADS = {"H": 1, "HV": 2}  # the interpreter takes seconds for each: a batch and more groups are in some cells

@@ -8,10 +8,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flash_delta.bench.timing import Spread
-from flash_delta.bench.tune import Trial, Tuner, ranked, row, trials
-from flash_delta.cli.app import app
-from flash_delta.compiler import Stage
+from workshop.bench.timing import Spread
+from workshop.cli.app import app
+from workshop.tune.stage import Stage
+from workshop.tune.trials import Trial, Tuner, ranked, row, trials
 
 CPU = torch.device("cpu")
 
@@ -104,7 +104,7 @@ def test_the_command_needs_a_gpu():
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "gfx942"])
 def test_stages_offer_tiles(target):
-    from flash_delta.compiler.cases.tuning import STAGES
+    from workshop.tune.stages import STAGES
 
     for stage in STAGES.values():
         tiles = stage.tiles(target)

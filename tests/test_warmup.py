@@ -340,12 +340,12 @@ def test_tables_of_slots_compile_nothing(process):
 
 def scratch(target):
     """Returns what is planned for scans with descriptors, and what the compiler asks for."""
-    from flash_delta.compiler.cases import rule, serving
     from flash_delta.compiler.offline import offline
     from flash_delta.kernels.runtime.chip import Chip
     from flash_delta.kernels.runtime.pool_launches import PoolLaunch
     from flash_delta.kernels.triton.forward import scan_launches
     from flash_delta.kernels.triton.tiles import scan_tiles
+    from workshop.gate.cases import rule, serving
 
     found, sizes = [], {}
     for case in (rule.RuleCase(), rule.RuleCase(64), rule.RuleCase(gate="channel"), rule.RuleCase(erase=None)):

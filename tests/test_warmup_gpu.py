@@ -9,8 +9,8 @@ if not torch.cuda.is_available():
 from example_calls import example
 
 import flash_delta
-from flash_delta.bench.entry import triton_compilations
 from flash_delta.ops.serving import warmup, workspace_bytes
+from workshop.bench.entry import triton_compilations
 
 BOUND = {"gdn": {}, "kda": {"lower_bound": -5.0}}
 FORMS = (

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 project = "flash_delta"
 version = release = flash_delta.__version__
 root_doc = "README"
-include_patterns = ["*.md", "docs/**.md", "docs/**.rst", "flash_delta/**/README.md"]
+include_patterns = ["*.md", "docs/**.md", "docs/**.rst", "flash_delta/**/README.md", "workshop/**/README.md"]
 exclude_patterns = ["docs/site", "build", "dist", "runs", "tests", "benchmarks", ".*", "**/__pycache__"]
 extensions = [
     "myst_parser",

@@ -8,15 +8,12 @@ from typing import Annotated
 import typer
 
 import flash_delta
-from flash_delta.cli.bench import bench
 from flash_delta.cli.check import check
-from flash_delta.cli.compile import compile_kernels
 from flash_delta.cli.errors import one_line_each
 from flash_delta.cli.generate import generate
 from flash_delta.cli.info import info
 from flash_delta.cli.report import report
 from flash_delta.cli.train import train
-from flash_delta.cli.tune import tune
 
 WIDEST = 100  # width of help text: longer lines are hard to read
 
@@ -39,30 +36,38 @@ def first_sentence(command: Callable[..., None]) -> str:
     return re.split(r"[.;:] |\.?\n", command.__doc__)[0]
 
 
-app = typer.Typer(
-    cls=Commands,
-    help="Gated-delta-rule linear attention: what runs here, whether it is right, and small models end to end.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its panels cut words on a narrow terminal
+def make_app(program: str, about: str, commands: dict[str, Callable[..., None]]) -> typer.Typer:
+    """The application of these commands, by their names."""
+    app = typer.Typer(
+        cls=Commands,
+        help=about,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # its panels cut words on a narrow terminal
+    )
+    for name, command in commands.items():
+        app.command(name, short_help=first_sentence(command))(command)
+
+    def show_version(asked: bool) -> None:
+        if asked:
+            typer.echo(f"{program} {flash_delta.__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def options(
+        debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+        ] = False,
+    ) -> None:
+        pass
+
+    return app
+
+
+app = make_app(
+    "flash-delta",
+    "Gated-delta-rule linear attention: what runs here, whether it is right, and small models end to end.",
+    {"info": info, "check": check, "train": train, "generate": generate, "report": report},
 )
-for command in (info, check, bench, tune, train, generate, report):
-    app.command(short_help=first_sentence(command))(command)
-app.command("compile", short_help=first_sentence(compile_kernels))(compile_kernels)
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"flash-delta {flash_delta.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
-    pass

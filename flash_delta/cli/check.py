@@ -16,7 +16,6 @@ def check(
     hard: Annotated[bool, typer.Option("--hard", help="The cases where keys repeat, in bfloat16.")] = False,
     case: Annotated[str | None, typer.Option(help="Only this case.")] = None,
     backend: Annotated[str | None, typer.Option(help="Check this backend; none: the one the library takes.")] = None,
-    peers: Annotated[str | None, typer.Option(help="Comma-separated peers to judge beside it, or 'all'.")] = None,
     processes: Annotated[int, typer.Option(help="On a GPU: so many cases at a time.", min=1, max=64)] = 4,
     results: Annotated[Path | None, typer.Option("--json", help="Also write every error here.", **PATH)] = None,
     shared: Annotated[bool, typer.Option("--shared", help="Only check processes that share a GPU.")] = False,
@@ -35,7 +34,7 @@ def check(
     Every result has to have the bits that it has when its process works alone.
     """
     if shared:
-        others = {"full": full, "widths": widths, "hard": hard, "case": case, "backend": backend, "peers": peers}
+        others = {"full": full, "widths": widths, "hard": hard, "case": case, "backend": backend}
         for name, value in (others | {"json": results, "resume": resume}).items():
             if value:
                 raise ValueError(f"{name}: expected no such option beside --shared, got {value}")
@@ -44,5 +43,5 @@ def check(
         return
     if rounds is not None:
         raise ValueError(f"rounds: expected no number without --shared, got {rounds}")
-    if not all_right(device, full, widths, hard, case, backend, peers, processes, results, resume):
+    if not all_right(device, full, widths, hard, case, backend, processes, results, resume):
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ from flash_delta.cli.tables import Table, show
 if TYPE_CHECKING:
     import torch
 
-    from flash_delta.bench.judging import Answer, Job
+    from flash_delta.testing.judging import Answer, Job, Peers
 
 T = TypeVar("T")
 COLUMNS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dp", "dinitial_state", "dA_log", "ddt_bias")
@@ -26,13 +26,14 @@ def all_right(
     hard: bool,
     case: str | None,
     backend: str | None = None,
-    peers: str | None = None,
     processes: int = 4,
     results: Path | None = None,
     resume: bool = False,
+    peers: "Peers | None" = None,
 ) -> bool:
-    """Judges all cases, prints, and returns whether everything is right. Arguments: those of `flash-delta check`."""
-    from flash_delta.bench.judging import judge, names_of, read, write
+    """Judges all cases, prints, and returns whether everything is right. Arguments: those of `flash-delta check`, and
+    other libraries that are judged beside it, by name."""
+    from flash_delta.testing.judging import judge, names_of, read, write
 
     where = require_device(device)
     jobs = list(_jobs(full, widths, hard, case, where))
@@ -45,7 +46,7 @@ def all_right(
         require_writable("json", results)
     done = {answer.names for answer in answers}
     jobs = [job for job in jobs if names_of(job) not in done]
-    for answer in _counted(judge(jobs, where, backend, peers, processes), len(jobs)):
+    for answer in _counted(judge(jobs, where, backend, peers or {}, processes), len(jobs)):
         answers.append(answer)
         answers.sort(key=lambda answer: order.get(answer.names, len(order)))
         if results is not None:
@@ -61,7 +62,7 @@ def all_right(
 def same_when_shared(device: str, processes: int, rounds: int) -> bool:
     """Calls ops in several processes on one GPU, prints, and returns whether every result has the bits that it has when
     its process works alone."""
-    from flash_delta.bench.shared import Sharer, judge_shared
+    from flash_delta.testing.shared import Sharer, judge_shared
 
     where = require_device(device)
     if where.type != "cuda":

@@ -1,8 +1,6 @@
 """What commands that run a model do at their start."""
 
 import os
-import sys
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,21 +30,6 @@ def calm_threads(device: "torch.device", hidden_size: int) -> None:
 
     if device.type == "cpu" and hidden_size <= SMALL and not any(map(os.environ.get, THREADS)):
         torch.set_num_threads(1)
-
-
-def require_modules(names: list[str]) -> None:
-    """Checks that Triton is installed, and that these modules can be imported from here, as with ``python -m``."""
-    if find_spec("triton") is None:
-        raise ValueError("triton: expected an installed package, got none (pip install triton)")
-    if os.getcwd() not in sys.path:  # a console script searches its own folder instead
-        sys.path.append(os.getcwd())
-    for name in names:
-        try:
-            found = find_spec(name)
-        except (ImportError, ValueError):  # the package is missing, or the name is no module's
-            found = None
-        if found is None:
-            raise ValueError(f"modules: expected a module that can be imported from {os.getcwd()}, got {name!r}")
 
 
 def quiet_transformers() -> None:

@@ -1,41 +1,21 @@
-"""`flash-delta report`: HTML pages, about a trained run or about the benchmarks."""
+"""`flash-delta report`: an HTML page about a trained run."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flash_delta.cli.bench import RESULTS
 from flash_delta.cli.environment import quiet_transformers, require_device
-from flash_delta.cli.files import PATH, RUN, reading, require_writable
+from flash_delta.cli.files import PATH, RUN, require_writable
 from flash_delta.cli.train import train_command
 
 
 def report(
-    run: Annotated[
-        Path | None,
-        typer.Argument(help="The folder that `flash-delta train --out` wrote; none: the benchmarks.", **RUN),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The run's page, or the benchmarks' folder; none: report.html in the run, docs.", **PATH),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where a run's model runs: cpu, cuda, ...")] = "cpu",
-    results: Annotated[Path, typer.Option(help="What `flash-delta bench` wrote.", **PATH)] = RESULTS,
+    run: Annotated[Path, typer.Argument(help="The folder that `flash-delta train --out` wrote.", **RUN)],
+    out: Annotated[Path | None, typer.Option(help="The page; none: report.html in the run.", **PATH)] = None,
+    device: Annotated[str, typer.Option(help="Where the run's model runs: cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Write a self-contained page about a run, or the pages and drawings about the benchmarks.
-
-    A run's report.html has its numbers, its command, loss, time per step, memory and a sample. Of the benchmarks come
-    benchmarks.md, benchmarks.html, and the chart of speed as speed-light.svg and speed-dark.svg.
-    """
-    if run is None:
-        from flash_delta.bench.page import write_benchmarks
-
-        with reading("results", results, "flash-delta bench"):
-            written = write_benchmarks(results, out or Path("docs"))
-        for path in written:
-            typer.echo(f"wrote {path}")
-        return
+    """Write a self-contained page about a run: its numbers, its command, loss, time per step, memory and a sample."""
     from flash_delta.training import Run, load_model, require_checkpoint, write_report
 
     quiet_transformers()

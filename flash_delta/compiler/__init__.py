@@ -1,9 +1,9 @@
-"""Compiles every launch of kernels for every target, without a GPU.
+"""Compiles launches of kernels for every target, and calls launchers, without a GPU.
 
-``offline``, ``facts`` and ``cases`` import Triton. The compile gate imports them only in other processes (``pool.py``).
+``offline`` and ``pretended_gpu`` import Triton. Kernels are compiled only in other processes (``pool.py``).
 """
 
-from flash_delta.compiler.launch import Launch, Stage
+from flash_delta.compiler.launch import Launch
 from flash_delta.compiler.targets import TARGETS, Target, target_of
 
-__all__ = ["TARGETS", "Launch", "Stage", "Target", "target_of"]
+__all__ = ["TARGETS", "Launch", "Target", "target_of"]

@@ -1,12 +1,7 @@
-"""What a module of kernels offers to the compile gate and to the tuner."""
+"""What a module of kernels offers to those who compile them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-
-Tensors = dict[str, Tensor]
 
 
 class Launch(NamedTuple):
@@ -17,13 +12,3 @@ class Launch(NamedTuple):
 
     name: str
     call: Callable[[], Any]
-
-
-class Stage(NamedTuple):
-    """A kernel with several possible tiles. A module lists its stages by name in ``STAGES``."""
-
-    sizes: tuple[int, ...]  # the sizes that a row of the table is for, e.g. (K, V)
-    tiles: Callable[[str], list[Any]]  # target -> tiles worth trying: those that may fit
-    make: Callable[[torch.device], Tensors]  # random inputs that fill the chip
-    launch: Callable[[Tensors, Any], Tensors]  # inputs and tile -> outputs
-    truth: Callable[[Tensors], Tensors]  # the same outputs in float64

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -19,12 +19,16 @@ class Job(NamedTuple):
     target: str
 
 
+Facts = dict[str, Any]
+Look = Callable[[Any, str], Facts]  # takes what `offline` compiled, and its target
+
+
 class Result(NamedTuple):
     """The result for one kernel of a launch, ``module/launch/function``, or for a launch that failed."""
 
     kernel: str
     target: str
-    facts: dict[str, Any] | None  # see facts.py
+    facts: Facts | None  # what was asked about the kernel
     error: str | None = None
 
 
@@ -70,14 +74,15 @@ def _find_jobs(modules: list[str], targets: list[str]) -> tuple[str, list[Job]]:
     return triton.__version__, jobs
 
 
-def compile_all(jobs: list[Job]) -> Iterator[list[Result]]:
-    """Yields one list per job. A crash loses all jobs that still wait. Then a single process runs these in order, which
-    shows which one crashed."""
+def compile_all(jobs: list[Job], look: Look) -> Iterator[list[Result]]:
+    """Yields one list per job, with what ``look`` finds in each compiled kernel. It is a function of a module, since it
+    is called in other processes. A crash loses all jobs that still wait. Then a single process runs these in order,
+    which shows which one crashed."""
     waiting, workers = jobs, os.cpu_count() or 1
     while waiting:
         lost = []
         with clean_processes(workers) as (pool, log):
-            for job, future in [(job, pool.submit(compile_launch, job)) for job in waiting]:
+            for job, future in [(job, pool.submit(compile_launch, job, look)) for job in waiting]:
                 try:
                     yield future.result()
                 except BrokenProcessPool:
@@ -88,8 +93,7 @@ def compile_all(jobs: list[Job]) -> Iterator[list[Result]]:
         waiting, workers = lost, 1
 
 
-def compile_launch(job: Job) -> list[Result]:
-    from flash_delta.compiler.facts import facts
+def compile_launch(job: Job, look: Look) -> list[Result]:
     from flash_delta.compiler.offline import offline
 
     launch = next(x for x in importlib.import_module(job.module).launches(job.target) if x.name == job.launch)
@@ -97,7 +101,7 @@ def compile_launch(job: Job) -> list[Result]:
         with offline(job.target) as compiled, warnings.catch_warnings():
             warnings.simplefilter("error")  # a user would see a launch's warnings
             launch.call()
-        found = {kernel.name: facts(kernel, job.target) for kernel in compiled}
+        found = {kernel.name: look(kernel, job.target) for kernel in compiled}
     except Exception as error:
         return [_failed(job, _reason(error))]
     if len(found) < max(len(compiled), 1):

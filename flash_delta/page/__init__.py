@@ -13,6 +13,7 @@ from markupsafe import Markup
 from matplotlib import style
 from matplotlib.figure import Figure
 
+HERE = Path(__file__).parent
 MARKDOWN = MarkdownIt("commonmark", {"html": False})
 
 
@@ -32,10 +33,11 @@ def svg_url(svg: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
-def render(template: str, **values: Any) -> str:
-    """A template of this folder. Its filters ``markdown`` and ``line`` read Markdown: paragraphs, or within a line."""
+def render(template: str, folder: Path = HERE, **values: Any) -> str:
+    """A template of ``folder``, which may extend those of this folder. Its filters ``markdown`` and ``line`` read
+    Markdown: paragraphs, or within a line."""
     templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader([folder, HERE]), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     templates.filters["markdown"] = lambda text: Markup(MARKDOWN.render(text))
     templates.filters["line"] = lambda text: Markup(MARKDOWN.renderInline(text))

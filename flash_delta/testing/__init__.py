@@ -11,11 +11,9 @@ from flash_delta.testing.accuracy import (
     with_gradients,
 )
 from flash_delta.testing.cases import CASES, HARD, MEMBERS, WIDTHS, Case, Member
-from flash_delta.testing.elementwise import judge_elementwise, make_elementwise
 from flash_delta.testing.inputs import make_inputs
 from flash_delta.testing.isolated import Isolated, Lost, Refused, first_line
 from flash_delta.testing.large import judge, output_gradient, output_like, without_padding
-from flash_delta.testing.layer import judge_layer, make_layer
 from flash_delta.testing.rule import Standard
 from flash_delta.testing.workload import Workload, activations, make_tensors, options
 
@@ -37,11 +35,7 @@ __all__ = [
     "assert_accurate",
     "first_line",
     "judge",
-    "judge_elementwise",
-    "judge_layer",
-    "make_elementwise",
     "make_inputs",
-    "make_layer",
     "make_tensors",
     "options",
     "output_gradient",

@@ -28,8 +28,8 @@ class Workload:
     * "decode": one token per sequence, on states that are updated in place; or drafts of T tokens, keeping all states
     * "prefill": prompts on such states
 
-    With a ``hidden`` size the row is a whole layer around the rule (testing/layer.py). With a ``form`` it is a step as
-    users run it (bench/contestants/call.py)."""
+    With a ``hidden`` size the row is a whole layer around the rule. With a ``form`` it is a step as users run it. The
+    benchmarks make these."""
 
     group: str
     kind: Literal["forward", "training", "decode", "prefill"]
@@ -54,11 +54,11 @@ class Workload:
     batch_invariant: bool = False  # with kind "prefill"
     checkpoint_every: int = 0  # with kind "prefill": tokens between two checkpoints; 0: no checkpoints
     hidden: int = 0  # width of a layer; 0: the op alone
-    of_fla: bool = False  # the layer is one of fla (testing/layer_of_fla.py), not of transformers
+    of_fla: bool = False  # the layer is one of fla, not of transformers
     layers: int = 1  # so many layers, one after the other
     frozen: bool = False  # with kind "training": of a layer only the hidden states get a gradient, as below adapters
     form: Literal["", "called", "compiled", "reduce-overhead", "graphed"] = ""  # how a step of a layer is run
-    around: bool = False  # with kind "prefill" or "decode": also convolution and output norm (testing/elementwise.py)
+    around: bool = False  # with kind "prefill" or "decode": also convolution and output norm
 
     @property
     def name(self) -> str:

@@ -16,13 +16,13 @@ import torch
 from fla_calls import HV, B, H, K, T, V, around, rules, with_gradients
 from torch.nn import functional as F
 
-from flash_delta.bench.entry import Entry
 from flash_delta.integrations.fla import install, register, unregister
 from flash_delta.integrations.fla.takeover import layers
 from flash_delta.integrations.fla.takeover.door import Door
 from flash_delta.integrations.fla.takeover.table import TABLE
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing import Workload
+from workshop.bench.entry import Entry
 
 if find_spec("triton") is None or find_spec("fla") is None:
     pytest.skip("it needs fla and Triton", allow_module_level=True)

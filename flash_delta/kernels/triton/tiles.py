@@ -1,7 +1,7 @@
 """The launch numbers of the kernels. There is one table row per kernel and kind of chip.
 
 Rows of sm_90 were measured, up to a width of 128 on an H200 and beyond on an H100 (docs/notes). The others are the
-largest tiles that compile without a spill and within a chip's shared memory (``flash-delta compile``).
+largest tiles that compile without a spill and within a chip's shared memory (``flash-delta-dev compile``).
 """
 
 from collections.abc import Iterator
@@ -111,7 +111,7 @@ OWN_ERASE_KEYS = {"sm_90": Tile(8, 1, 16)}
 WARP = Tile(1, 1)  # for solve and gates: one warp, which needs no barriers
 HEADS = Tile(8, 1)  # for key_head_gradients, which is bound by memory
 # For float32, which is for comparisons, and heads up to 64 and up to 128 wide. Some kernels spill with any tile
-# (gate.py).
+# (workshop/gate/rules.py).
 FLOAT32 = {
     "channel": (Tile(1, 1), Tile(2, 1)),
     # With eight warps and heads of 16, Y is 4e-4 off on an H200 (Triton 3.6; docs/notes).

@@ -24,7 +24,7 @@ inverse_tiles.py says how A is kept.
 
 Two rules for ptxas. A wait for one accumulator has to name every other one that is still on its way. Otherwise ptxas
 waits for all of them. And no role may need more registers than it has. Otherwise ptxas waits after every wgmma of the
-kernel (C7512, see ``flash-delta compile``).
+kernel (C7512, see ``flash-delta-dev compile``).
 """
 
 from collections.abc import Iterable

@@ -1,0 +1,137 @@
+"""The results of a run: one JSON file per GPU and group of workloads, and the comparison with an older file."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+
+from flash_delta.testing import Workload
+from workshop.bench.entry import Costs, Lengths
+from workshop.bench.floor import Ceilings
+from workshop.bench.timing import Spread
+
+NOTABLE = 0.05  # a change of a median beyond this is marked
+
+
+@dataclass
+class Result:
+    """One contestant on one workload. Without ``graph_ms`` and ``eager_ms`` there is a ``reason``."""
+
+    workload: Workload
+    contestant: str
+    reason: str | None = None
+    notes: list[str] = field(default_factory=list)  # what else could not be measured
+    errors: dict[str, float] = field(default_factory=dict)  # relative L2 against float64
+    allowed: dict[str, float] = field(default_factory=dict)
+    graph_ms: Spread | None = None
+    eager_ms: Spread | None = None
+    host_us: Spread | None = None  # of a whole step, over rounds in which the contestants take turns
+    first_call_s: float | None = None
+    cold: bool = False  # the first call found empty compile caches
+    costs: Costs | None = None
+    lengths: Lengths | None = None
+    floor_ms: float | None = None
+    run: str = ""  # when its run started, in UTC; contestants of a row with equal ones took turns
+
+    @property
+    def row(self) -> str:
+        return row_label(self.workload)
+
+    @property
+    def ms(self) -> Spread | None:
+        """The time that comparisons use: that of the CUDA graph, if there is one."""
+        return self.graph_ms or self.eager_ms
+
+
+@dataclass
+class Group:
+    """The rows of one group of workloads from one run."""
+
+    group: str
+    machine: dict[str, str]
+    versions: dict[str, str]  # of the contestants
+    ceilings: Ceilings | None
+    results: list[Result] = field(default_factory=list)
+    remark: str = ""  # for readers: if results come from several runs, from which
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_plain(asdict(self)), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Group":
+        data = json.loads(path.read_text())
+        if not isinstance(data, dict) or data.keys() != {f.name for f in fields(cls)}:
+            raise ValueError(f"results: expected a file that `flash-delta-dev bench` wrote, got {path}")
+        tuples = {"graph_ms": Spread, "eager_ms": Spread, "host_us": Spread, "costs": Costs, "lengths": Lengths}
+        for result in data["results"]:
+            result |= {name: kind(**result[name]) for name, kind in tuples.items() if result.get(name) is not None}
+            lengths = tuple(result["workload"].get("lengths", ()))
+            result["workload"] = Workload(**result["workload"] | {"lengths": lengths})
+        data["results"] = [Result(**result) for result in data["results"]]
+        data["ceilings"] = data["ceilings"] and Ceilings(**data["ceilings"])
+        return cls(**data)
+
+    def missing(self, workloads: Sequence[Workload]) -> list[Workload]:
+        """The workloads that not every contestant has run. Drops the incomplete rows that a broken run left."""
+        done = {row for row, results in self.rows().items() if len(results) == len(self.versions)}
+        self.results = [result for result in self.results if result.row in done]
+        return [workload for workload in workloads if row_label(workload) not in done]
+
+    def rows(self) -> dict[str, list[Result]]:
+        """The results by row, in the order in which rows were run."""
+        rows: dict[str, list[Result]] = {}
+        for result in self.results:
+            rows.setdefault(result.row, []).append(result)
+        return rows
+
+
+def row_label(workload: Workload) -> str:
+    return f"{workload.kind} {workload.name}"
+
+
+@dataclass(frozen=True)
+class Change:
+    row: str
+    contestant: str
+    old_ms: float | None  # None: the older file has no time
+    new_ms: float | None
+
+    @property
+    def slower(self) -> bool:
+        return self.old_ms is not None and (self.new_ms is None or self.new_ms > self.old_ms * (1 + NOTABLE))
+
+    @property
+    def faster(self) -> bool:
+        return self.new_ms is not None and (self.old_ms is None or self.new_ms < self.old_ms * (1 - NOTABLE))
+
+
+def changes(old: Group, new: Group) -> Iterator[Change]:
+    """Rows of both groups whose time changed by more than 5 %, is new, or is gone."""
+    before = {(r.row, r.contestant): r for r in old.results}
+    for result in new.results:
+        key = (result.row, result.contestant)
+        if key in before:
+            was, now = before[key].ms, result.ms
+            change = Change(*key, was and was.median, now and now.median)
+            if change.slower or change.faster:
+                yield change
+
+
+def folder(device: torch.device) -> str:
+    """The name of the device's folder under ``benchmarks/results/``."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return name.lower().replace(" ", "-")
+
+
+def _plain(value):
+    """The value for JSON: named tuples as dictionaries, floats with six digits."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: _plain(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,0 +1,94 @@
+"""`flash-delta-dev compile`: compiles every kernel for every target, without a GPU, and checks the result."""
+
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from flash_delta.cli.files import PATH, reading, require_writable
+from flash_delta.compiler.pool import Result, compile_all, find_jobs
+from flash_delta.compiler.targets import TARGETS
+from workshop.cli.modules import require_modules
+from workshop.gate.record import Rows, changes, read, rows, within, write
+from workshop.gate.rules import MODULES, faults, judge
+
+RECORD = Path("benchmarks/compile")
+NUMBERS = ("registers", "spilled", "shared", "warps", "instructions")
+TELLING = ("HGMMA", "WARPGROUP.DEPBAR", "UTCHMMA", "HMMA", "mfma", "UTMALDG", "LDGSTS")  # in the table
+
+
+def compile_kernels(
+    modules: Annotated[list[str] | None, typer.Argument(help="Modules of kernels; none: all.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TARGETS)}; none: all.")] = None,
+    update: Annotated[bool, typer.Option("--update", help="Record what was found.")] = False,
+    record: Annotated[
+        Path, typer.Option(help="Folder with what was found before, a file per Triton.", **PATH)
+    ] = RECORD,
+) -> None:
+    """Compile every launch that the tables of tiles can select; exit code 1 if one is not as it should be.
+
+    As it should be: nothing spills, no wgmma is serialised, no product is transposed and multiplied again, shared
+    memory suffices, and the numbers are those recorded for this version of Triton. Run it in a checkout.
+    """
+    names, targets = modules or list(MODULES), target or list(TARGETS)
+    for name in targets:
+        if name not in TARGETS:
+            raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {name!r}")
+    require_modules(names)
+    from workshop.gate.facts import facts  # imports Triton
+
+    console = Console()
+    console = Console(width=max(console.width, 180)) if not console.is_terminal else console
+    triton, jobs = find_jobs(names, targets)
+    path = record / f"triton-{triton}.json"
+    recorded, known = _recorded(path, names, targets)
+    if update:
+        require_writable("record", path)
+    results: list[Result] = []
+    for found in track(compile_all(jobs, facts), "compiling", total=len(jobs), console=console, transient=True,
+                       disable=not console.is_terminal):  # fmt: skip
+        results += found
+    results.sort(key=lambda result: (result.kernel, list(TARGETS).index(result.target)))
+    console.print(_table(results, triton))
+    wrong = judge(results, names, targets, triton)
+    new = rows(results)
+    if update:
+        write(path, {key: row for key, row in recorded.items() if key not in known} | new)
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+    elif path.exists():
+        wrong += [f"changed (--update records it): {change}" for change in changes(known, new)]
+    else:
+        console.print(f"nothing is recorded for Triton {triton} ({path}): judged by the rules alone", soft_wrap=True)
+    for line in wrong:
+        console.print(line, style="red", soft_wrap=True, markup=False, highlight=False)
+    if wrong:
+        raise typer.Exit(1)
+    console.print(f"{len(results)} kernels are as they should be")
+
+
+def _recorded(path: Path, names: list[str], targets: list[str]) -> tuple[Rows, Rows]:
+    """All rows of the file, if it exists, and the rows that this run would replace."""
+    with reading("record", path, "flash-delta-dev compile --update"):
+        rows = read(path) if path.exists() else {}
+        return rows, within(rows, names, targets)
+
+
+def _table(results: list[Result], triton: str) -> Table:
+    table = Table("kernel", "target", title=f"compiled by Triton {triton}")
+    for column in NUMBERS:
+        table.add_column(column, justify="right")
+    table.add_column("in the code")
+    table.add_column("faults")
+    for kernel, group in groupby(results, lambda result: result.kernel):
+        for number, result in enumerate(group):
+            facts = result.facts or {}
+            numbers = [str(facts.get(name, "")) for name in NUMBERS]
+            code = [f"{facts[name]} {name}" for name in TELLING if name in facts] + facts.get("warnings", [])
+            found = ", ".join(fault.kind for fault in faults(result))
+            table.add_row("" if number else kernel, result.target, *numbers, ", ".join(code), found)
+        table.add_section()
+    return table

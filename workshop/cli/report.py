@@ -1,0 +1,22 @@
+"""`flash-delta-dev report`: the pages and drawings about the benchmarks."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flash_delta.cli.files import PATH, reading
+from workshop.cli.bench import RESULTS
+
+
+def report(
+    out: Annotated[Path, typer.Option(help="The benchmarks' folder.", **PATH)] = Path("docs"),
+    results: Annotated[Path, typer.Option(help="What `flash-delta-dev bench` wrote.", **PATH)] = RESULTS,
+) -> None:
+    """Write benchmarks.md, benchmarks.html, and the chart of speed as speed-light.svg and speed-dark.svg."""
+    from workshop.bench.page import write_benchmarks
+
+    with reading("results", results, "flash-delta-dev bench"):
+        written = write_benchmarks(results, out)
+    for path in written:
+        typer.echo(f"wrote {path}")
