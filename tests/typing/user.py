@@ -1,6 +1,7 @@
 """A user's code. `mypy --strict` accepts it, and each `assert_type` says which type the user gets."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,16 @@ def serving(q: Tensor, g: Tensor, pool: Tensor, slots: Tensor, starts: Tensor) -
     assert_type(flash_delta.decode_kda(q, q, q, g, g, pool, slots, state_v_first=True), Tensor)
     assert_type(flash_delta.prefill_gated_delta_rule(q, q, q, g, g, pool, starts, slots, state_v_first=True), Tensor)
     assert_type(flash_delta.prefill_kda(q, q, q, g, g, pool, starts, slots, state_v_first=True), Tensor)
-    call = {"q": q, "k": q, "v": q, "g": g, "beta": g, "state_pool": pool, "read_indices": slots, "state_v_first": True}
+    call: dict[str, Any] = {
+        "q": q,
+        "k": q,
+        "v": q,
+        "g": g,
+        "beta": g,
+        "state_pool": pool,
+        "read_indices": slots,
+        "state_v_first": True,
+    }
     assert_type(warmup([(decode_gated_delta_rule, call)], device="cpu"), list[float])
     assert_type(count(decode_gated_delta_rule, **call), int)
 

@@ -98,10 +98,10 @@ def described(caller: str, op: Callable[..., Any], arguments: dict[str, Any]) ->
 
 def _sizes(p: Problem, convolution: Convolution | None) -> tuple[tuple[int, int], ...]:
     """Numbers of rows and of their tokens that stand for all. Decoding one token compiles another kernel than decoding
-    several, unless rows are packed. Prefill compiles for three kinds of row stride: one, multiples of 16, and others.
+    several, unless rows are packed. Prefill compiles for two kinds of row stride: multiples of 16, and others.
     Decoding has two rows, since calls of one token are known as the same call however it lies."""
     if not p.recurrent:
-        return (1, 1), (1, 3), (1, 16)
+        return (1, 3), (1, 16)
     alone = p.rolling and convolution.pool.shape[2] < p.taps  # a window has room for one token only
     return ((2, 1),) if p.packed or alone else ((2, 1), (2, 2))
 
