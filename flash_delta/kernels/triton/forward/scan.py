@@ -46,6 +46,7 @@ from flash_delta.kernels.device.chunk import (
     store_tile,
     whole_rows,
 )
+from flash_delta.kernels.device.slots import find_state, load_slot
 from flash_delta.kernels.runtime.arguments import (
     checkpoint_table,
     count_checkpoints,
@@ -60,7 +61,6 @@ from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
 from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
 from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, scan_launches, scan_operands
-from flash_delta.kernels.triton.serving.decode import find_state, load_slot
 from flash_delta.problem import Slots
 
 

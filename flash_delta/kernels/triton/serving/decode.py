@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, follow
+from flash_delta.kernels.device.slots import as_slot, find_state, load_index, load_slot
 from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, short, states, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -39,49 +40,6 @@ from flash_delta.kernels.runtime.compile_key import alone, unit
 from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
 from flash_delta.kernels.triton.tiles import decode_tiles
 from flash_delta.problem import Around, Slots
-
-
-@triton.jit
-def load_index(table, row, column, strides, live=True):
-    return tl.load(table + row.to(tl.int64) * strides[0] + column * strides[1], mask=live, other=-1)
-
-
-@triton.jit
-def as_slot(index, slots, live):
-    """The slot of an index, and whether it is one. ``slots``: their number, and the index that means none."""
-    return index.to(tl.int32), live & (index >= 0) & (index < slots[0]) & (index != slots[1])
-
-
-@triton.jit
-def load_slot(table, row, column, strides, slots, live):
-    """Loads an index of a slot. Without ``live`` nothing is read."""
-    return as_slot(load_index(table, row, column, strides, live), slots, live)
-
-
-@triton.jit
-def find_column(accepted, b, accepted_row, columns):
-    """The column of the table of slots that a row reads, and whether that column is in the table."""
-    column, live = b * 0, b >= 0
-    if accepted is not None:
-        count = tl.load(accepted + b.to(tl.int64) * accepted_row)
-        column, live = (count - 1).to(tl.int32), (count >= 1) & (count <= columns)
-    return column, live
-
-
-@triton.jit
-def find_state(
-    read_indices, accepted, has_initial_state, b, read_row, read_column, accepted_row, has_row, columns, slots
-):
-    """The slot that a row reads, whether it has a state, and whether the row is not padding."""
-    column, live = find_column(accepted, b, accepted_row, columns)
-    slot = b
-    if read_indices is not None:
-        slot, live = load_slot(read_indices, b, column, (read_row, read_column), slots, live)
-    stored = live
-    if has_initial_state is not None:
-        has = tl.load(has_initial_state + b.to(tl.int64) * has_row) != 0
-        live, stored = live | (has == 0), live & has
-    return slot, stored, live
 
 
 @triton.jit

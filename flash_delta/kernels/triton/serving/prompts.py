@@ -26,6 +26,7 @@ from torch import Tensor
 
 from flash_delta.kernels.device.activation import sigmoid
 from flash_delta.kernels.device.chunk import bounds, find_slot, follow
+from flash_delta.kernels.device.slots import load_slot
 from flash_delta.kernels.runtime.arguments import checkpoint_table, count_checkpoints, launch_rule, table, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -41,7 +42,7 @@ from flash_delta.kernels.triton.elementwise.convolution import (
 )
 from flash_delta.kernels.triton.elementwise.norm import ROWS, activate, reciprocal_rms, row_tile
 from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
-from flash_delta.kernels.triton.serving.decode import load_slot, opened
+from flash_delta.kernels.triton.serving.decode import opened
 from flash_delta.problem import Inputs, Problem
 
 
