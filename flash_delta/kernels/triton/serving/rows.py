@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, lead
+from flash_delta.kernels.device.slots import as_slot, find_column, find_state, load_index, load_slot
 from flash_delta.kernels.runtime.arguments import launch_rule
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
@@ -24,14 +25,9 @@ from flash_delta.kernels.runtime.compile_key import alone
 from flash_delta.kernels.triton.elementwise.norm import row_tile
 from flash_delta.kernels.triton.serving.decode import (
     INDICES,
-    as_slot,
     counted,
-    find_column,
-    find_state,
     first_written_of,
-    load_index,
     load_parent,
-    load_slot,
     opened,
     rows_of,
     run_decode,
