@@ -50,7 +50,8 @@ def require_modules(names: list[str]) -> None:
 
 
 def quiet_transformers() -> None:
-    """Turns off transformers' progress bars for writing files. They are short and would break our own bar."""
+    """Turns off bars of transformers that would break our own, and warnings that no user can act on."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
