@@ -1,7 +1,7 @@
 """`flash-delta train`: a language model on any text, by transformers' Trainer."""
 
 import signal
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -132,17 +132,14 @@ def _trainer(out: Path, settings: "Settings", layout, resume: bool, device, **op
         raise ValueError(f"out: expected a folder without a run, got {out} with {checkpoint.name}: resume it")
     tokenizer = load_tokenizer(checkpoint if resume else settings.tokenizer)
     if not resume:
-        sizes = asdict(settings)
-        sizes = model_config(
-            len(tokenizer), *(sizes[n] for n in ("mixers", "layers", "hidden_size", "heads", "head_dim"))
-        )
+        shape = settings.mixers, settings.layers, settings.hidden_size, settings.heads, settings.head_dim
+        sizes = model_config(len(tokenizer), *shape)
         require_memory(sizes, settings, layout, device)
     corpus = Corpus.read(settings.paths, tokenizer if settings.tokenizer else None)
     if resume and corpus.summary.digest != read_run(out)[1].digest:
-        raise ValueError(f"corpus: expected the bytes that {out} started with, got other bytes")
+        raise ValueError(f"paths: expected the bytes that {out} started with, got others")
     model = load_model(checkpoint) if resume else new_model(sizes, settings.seed)
-    trainer = RunTrainer(out, model, tokenizer, corpus, settings, layout, **options)
-    return trainer
+    return RunTrainer(out, model, tokenizer, corpus, settings, layout, **options)
 
 
 def _run(trainer: "RunTrainer", out: Path, resume: bool) -> None:

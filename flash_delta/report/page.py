@@ -124,8 +124,9 @@ def _pictures(run: Run, model: FlashDeltaForCausalLM, text: torch.Tensor) -> Ite
     )
     yield picture(
         "Time per step",
-        f"Each step reads {run.tokens_per_step:,} tokens, forward and backward, and updates the parameters. A peak is a step during "
-        "which the machine did something else, or the first call of something. Evaluations are not counted.",
+        f"Each step reads {run.tokens_per_step:,} tokens, forward and backward, and updates the parameters. A peak is "
+        "a step during which the machine did something else, or the first call of something. Evaluations are not "
+        "counted.",
         lambda: time_figure(run.steps, run.tokens_per_step),
     )
     if scalar:

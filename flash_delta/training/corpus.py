@@ -1,8 +1,8 @@
 """Text for training: the files, which of them are held out, their tokens, and the windows of each step.
 
 A token is a byte, or what a tokenizer makes of some bytes. Losses are told in bits per byte, so they can be compared
-between corpora and tokenizers. All results depend only on the files' contents and on (seed, step). Two machines with the
-same files train on the same batches, and a resumed run gets the same batches as an uninterrupted run.
+between corpora and tokenizers. All results depend only on the files' contents and on (seed, step). Two machines with
+the same files train on the same batches, and a resumed run gets the same batches as an uninterrupted run.
 """
 
 import hashlib

@@ -36,11 +36,11 @@ def generate_text(
         raise ValueError(f"temperature: expected 0, or {COLDEST:g} to {HOTTEST:,g}, got {temperature}")
     if max_tokens == 0:
         return ""
-    drawn = (
-        {"do_sample": True, "temperature": temperature, "top_k": top_k or 0} if temperature else {"do_sample": False}
-    )
+    drawn = {"temperature": temperature, "top_k": top_k or 0} if temperature else {}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         ids, mask = tokens.input_ids, tokens.attention_mask
-        made = model.eval().generate(ids, attention_mask=mask, max_new_tokens=max_tokens, streamer=streamer, **drawn)
+        made = model.eval().generate(
+            ids, attention_mask=mask, max_new_tokens=max_tokens, streamer=streamer, do_sample=bool(drawn), **drawn
+        )
     return tokenizer.decode(made[0, ids.shape[1] :])

@@ -1,4 +1,4 @@
-"""Says what a run computes (`Settings`, kept in `RUN/run.json`), and how it is computed (`Layout`, which may change)."""
+"""Says what a run computes (`Settings`, kept in `RUN/run.json`) and how ranks share the work (`Layout`)."""
 
 import json
 from dataclasses import asdict, dataclass

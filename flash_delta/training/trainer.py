@@ -6,8 +6,8 @@
     trainer.train()
 
 A step depends on the parameters, the optimizer's moments and (seed, step). So a resumed run computes the same as an
-uninterrupted one, in one CPU process bit for bit. Under torchrun all ranks make the same calls. Together they compute the
-same as one process, up to rounding.
+uninterrupted one, in one CPU process bit for bit. Under torchrun all ranks make the same calls. Together they compute
+the same as one process, up to rounding.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ class RunTrainer(Trainer):
         return parameter_groups(model, self.args.weight_decay)[0]["param_names"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds bits per byte and speed to what a step logs, and the peak of the first rank's memory to an evaluation."""
+        """Adds bits per byte and speed to a step's log, and the peak of the first rank's memory to an evaluation's."""
         if "loss" in logs:
             tokens = self.settings.batch_size * self.settings.seq_len
             per_byte = self.corpus.train_tokens / self.corpus.train_bytes
@@ -116,7 +116,7 @@ class RunTrainer(Trainer):
         super().log(logs, start_time)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple:
-        """The sum of nats and the number of targets, in place of logits and labels: batches may have unequal numbers."""
+        """The sum of nats and the number of targets, in place of logits and labels, for a mean over all targets."""
         inputs = self._prepare_inputs(inputs)
         labels = inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -169,7 +169,7 @@ class StepEnd(TrainerCallback):
 
 
 def _starts(corpus: Corpus, settings: Settings, ranks_rows: int) -> tuple[Callable[[int], int], list[int | None]]:
-    """Where the n-th window of training begins, and all windows of evaluation, filled up to whole passes of all ranks."""
+    """Where the n-th window of training begins, and where those of evaluation do, filled up to whole passes."""
     batch = {"batch_size": settings.batch_size, "seq_len": settings.seq_len, "seed": settings.seed}
 
     def training(n: int) -> int:
