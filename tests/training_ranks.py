@@ -139,7 +139,8 @@ def gradients_alone(rows, device, dtype):
 
 
 def work(rank, size, folder, text):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}  # as torchrun does
+    of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "x"}
+    os.environ |= {name: str(value) for name, value in of_torchrun.items()}
     join("gloo", rank, size, folder)
     got = {name: results(make(folder / name, text, *run)) for name, run in RUNS[size].items()}
     if size == 2:

@@ -9,7 +9,7 @@ class Lines(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if state.is_world_process_zero and "eval_loss" in logs:
-            step = state.log_history[-2]
+            step = next(log for log in reversed(state.log_history) if "bits_per_byte" in log)
             peak = f"  peak {logs['eval_peak_gb']:.2f} GB" if "eval_peak_gb" in logs else ""
             tqdm.write(
                 f"step {state.global_step:6,}  bits per byte: training {step['bits_per_byte']:.3f}, held out "

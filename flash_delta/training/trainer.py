@@ -139,9 +139,11 @@ class StepEnd(TrainerCallback):
         """Writes what the run computes. A resumed run may have another peak of the rate or another number of steps."""
         if state.is_world_process_zero:
             write_run(args.output_dir, self.trainer.settings, self.trainer.corpus)
-        for i, (group, of_peak) in enumerate(zip(optimizer.param_groups, lr_scheduler.lr_lambdas, strict=True)):
-            group["initial_lr"] = lr_scheduler.base_lrs[i] = args.learning_rate
-            group["lr"] = args.learning_rate * of_peak(lr_scheduler.last_epoch)
+        if state.global_step > 0:
+            for i, group in enumerate(optimizer.param_groups):
+                group["initial_lr"] = lr_scheduler.base_lrs[i] = args.learning_rate
+            lr_scheduler.last_epoch -= 1
+            lr_scheduler.step()
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self.began = time.perf_counter()
