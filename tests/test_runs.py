@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_cli import TINY, flash
 from test_training import make
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import flash_delta
@@ -253,6 +253,7 @@ def test_any_tokenizer(text, tmp_path, quick_report):
     """It stays with the run, and losses are told in bits per byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train([str(text)], trainers.BpeTrainer(vocab_size=300, show_progress=False))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "tokenizer")
     folder = tmp_path / "run"

@@ -68,7 +68,7 @@ def train(
     quiet_transformers()
     where = require_device(device)
     options = {"use_cpu": where.type == "cpu", "save_total_limit": keep, "report_to": _loggers(report_to)}
-    if where.index is not None:
+    if ":" in device:
         raise ValueError(f"device: expected cpu or cuda (CUDA_VISIBLE_DEVICES chooses one), got {device!r}")
     given, layout = _given(ctx), Layout(context_parallel, shard, accumulate, activation_checkpointing)
     if shard > 1 and where.type == "cpu":
@@ -114,7 +114,7 @@ def _settings(options: dict[str, Any], given: set[str], resumed: Path | None) ->
 
     if resumed is None:
         named = {field.name: options[field.name] for field in fields(Settings)}
-        return Settings(**named | {"paths": tuple(str(path.resolve()) for path in options["paths"] or ())})
+        return Settings(**named | {"paths": tuple(str(path.absolute()) for path in options["paths"] or ())})
     for name in sorted(given - FREE_TO_CHANGE):
         raise ValueError(f"{name}: expected no value with --resume, which keeps the run's own, got one")
     done = int(require_checkpoint(resumed).name.rpartition("-")[2])
@@ -130,7 +130,10 @@ def _trainer(out: Path, settings: "Settings", layout, resume: bool, device, **op
     checkpoint = latest_checkpoint(out)
     if checkpoint and not resume:
         raise ValueError(f"out: expected a folder without a run, got {out} with {checkpoint.name}: resume it")
-    tokenizer = load_tokenizer(checkpoint if resume else settings.tokenizer)
+    if resume and (checkpoint / "optimizer.bin").exists() != (layout.shard > 1):  # FSDP2 has a format of its own
+        expected = "1, as every rank had all parameters" if layout.shard > 1 else "more than 1, as the run had it"
+        raise ValueError(f"shard: expected {expected}, got {layout.shard}")
+    tokenizer = load_tokenizer(str(checkpoint) if resume else settings.tokenizer)
     if not resume:
         shape = settings.mixers, settings.layers, settings.hidden_size, settings.heads, settings.head_dim
         sizes = model_config(len(tokenizer), *shape)

@@ -18,6 +18,8 @@ def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     if name is None:
         return byte_tokenizer()
     try:
+        if not name:
+            raise ValueError("a name has letters")
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the reasons are as many as there are kinds of tokenizers
         raise ValueError(f"tokenizer: expected one that transformers can load, got {name!r}: {error}") from error

@@ -78,6 +78,10 @@ class RunTrainer(Trainer):
             raise ValueError(f"batch_size: expected {expected}, got {settings.batch_size}")
         rows = settings.batch_size // (ranks * layout.accumulate)
         args = _arguments(folder, settings, layout, rows, size, options)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"folder: expected one that can be made, got {folder} ({error.strerror})") from error
         sharers, held_out = None, corpus.held_out_begins if settings.packed else None
         if layout.context_parallel > 1:
             shape = (ranks, layout.context_parallel)
