@@ -121,7 +121,7 @@ def test_the_report_has_the_command_that_trains_such_a_run(run, text, tmp_path):
         ("train --resume --seq-len 9", "error: seq_len: expected no value with --resume"),
         ("train --resume --out /nowhere", "error: run: expected a folder that `flash-delta train --out` wrote"),
         ("train --dtype half", "error: dtype: expected one of ['float32', 'bfloat16'], got 'half'"),
-        ("train --accumulate 0", "error: Invalid value for '--accumulate': 0 is not in the range 1<=x<=99999999."),
+        ("train --accumulate 0", "error: Invalid value for '--accumulate': "),
         ("train --context-parallel 2", "error: context_parallel: expected a divisor of the number of ranks, 1, got 2"),
         ("train --shard 2", "error: shard: expected 1 on cpu, where accelerate has no FSDP2, got 2"),
         ("train --report-to paper", "error: report_to: expected names of installed loggers, "),
