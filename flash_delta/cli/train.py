@@ -149,8 +149,8 @@ def _run(trainer: "RunTrainer", out: Path, resume: bool) -> None:
     """Runs the training. Prints one line per evaluation, and on a terminal also shows Trainer's bar."""
     from transformers import PrinterCallback
 
-    from flash_delta.training.progress import Bar, Lines
     from flash_delta.training import latest_checkpoint
+    from flash_delta.training.progress import Bar, Lines
 
     console = Console(quiet=not trainer.is_world_process_zero())
     trainer.remove_callback(PrinterCallback)
