@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 from rank_groups import join, leave
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
 from flash_delta.training import Corpus, Diverged, Layout, RunTrainer, Settings, byte_tokenizer
@@ -109,10 +109,10 @@ def fresh_parameters():
     return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
 
-def shard(model, policy=MixedPrecisionPolicy()):  # noqa: B008
+def shard(model):
     for block in model.model.layers:
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+        fully_shard(block)
+    return fully_shard(model)
 
 
 def loss_of_row(model, row, tokens=40):
@@ -121,10 +121,11 @@ def loss_of_row(model, row, tokens=40):
 
 
 def sharded_gradients(rank, device, dtype):
-    """Returns the loss and the ranks' mean gradients of a model whose float32 parameters are sharded, and rounded to
-    ``dtype`` for products. Each rank has a row of its own."""
-    model = shard(tiny_model(torch.float32, MIXERS[:2], WIDE).to(device), MixedPrecisionPolicy(dtype, torch.float32))
-    loss = loss_of_row(model, rank, 150)
+    """Returns the loss and the ranks' mean gradients of a model whose float32 parameters are sharded. Products are in
+    ``dtype``. Each rank has a row of its own."""
+    model = shard(tiny_model(torch.float32, MIXERS[:2], WIDE).to(device))
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        loss = loss_of_row(model, rank, 150)
     loss.backward()
     return {"loss": loss.detach(), **{n: p.grad.full_tensor() for n, p in model.named_parameters()}}
 
