@@ -25,9 +25,14 @@ from torch.nn import functional as F
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
 from flash_delta.parallel import ContextParallel
 from flash_delta.training import Corpus
-from flash_delta.training.corpus import training_batch
+from flash_delta.training.corpus import training_starts
 
 PARTS = 8
+
+
+def window(text: Tensor, tokens: int, seed: int, step: int) -> Tensor:
+    start = int(training_starts(len(text), 1, tokens, seed=seed, step=step)[0])
+    return text[start : start + tokens].long()
 
 
 def nats(model: FlashDeltaForCausalLM, row: Tensor, context: ContextParallel) -> Tensor:
@@ -97,14 +102,14 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     for i in range(a.steps):
         began = time.perf_counter()
-        row = training_batch(corpus.train, 1, a.tokens, seed=0, step=i)[0]
+        row = window(corpus.train, a.tokens, seed=0, step=i)
         bits = step(model, optimizer, row, context)
         speed = a.tokens / (time.perf_counter() - began)
         peak = f", peak {torch.cuda.max_memory_allocated() / 1e9:.2f} GB" if device.type == "cuda" else ""
         if context.rank == 0:
             print(f"step {i + 1}: {bits:.3f} bits per byte, {speed:,.0f} tokens/s on {context.size} ranks{peak}")
     model.eval()
-    row = training_batch(corpus.held_out, 1, a.tokens, seed=1, step=0)[0]
+    row = window(corpus.held_out, a.tokens, seed=1, step=0)
     with torch.no_grad():
         parts = context.gather_tokens(nats(model, row, context), dim=0).chunk(PARTS)
     if context.rank == 0:

@@ -8,8 +8,12 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny_model import KINDS, SIZES, tokens
 from torch.utils.data import DataLoader
 
-from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM, FlashDeltaForSequenceClassification
-from flash_delta.training import parameter_groups
+from flash_delta.models import (
+    FlashDeltaConfig,
+    FlashDeltaForCausalLM,
+    FlashDeltaForSequenceClassification,
+    parameter_groups,
+)
 
 TASKS = {
     "CAUSAL_LM": (FlashDeltaForCausalLM, tokens(2, 9)),

@@ -8,8 +8,12 @@ from tiny_model import KINDS, SIZES, tokens
 from torch.nn import functional as F
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM, FlashDeltaForSequenceClassification
-from flash_delta.training import parameter_groups
+from flash_delta.models import (
+    FlashDeltaConfig,
+    FlashDeltaForCausalLM,
+    FlashDeltaForSequenceClassification,
+    parameter_groups,
+)
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 NAMES = {field.name for field in dataclasses.fields(TrainingArguments)}

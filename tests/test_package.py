@@ -88,7 +88,7 @@ def test_types_of_a_users_code(tmp_path):
 def test_no_system_is_excluded_by_an_import():
     code = f"""
 import os, sys
-import torch, transformers, filelock, matplotlib.pyplot, rich.console, typer, safetensors.torch
+import torch, transformers.trainer, matplotlib.pyplot, rich.console, typer, safetensors.torch
 import torch.distributed.tensor, torch.distributed.fsdp, torch.distributed.checkpoint, transformers.modeling_utils
 import transformers.modeling_layers, transformers.generation, transformers.models.auto.modeling_auto
 for name in {OF_SOME_SYSTEMS}:

@@ -11,8 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM, FlashDeltaForSequenceClassification
-from flash_delta.training import parameter_groups
+from flash_delta.models import (
+    FlashDeltaConfig,
+    FlashDeltaForCausalLM,
+    FlashDeltaForSequenceClassification,
+    parameter_groups,
+)
 
 UNDECAYED = ("A_log", "dt_bias", "norm.weight", "bias")
 

@@ -1,27 +1,25 @@
-"""Training: the text and its split, batches, runs that resume, generation, and the report."""
+"""Training: the text and its split, windows, runs that resume, generation, and the report."""
 
 import base64
 import copy
-import json
+import math
 import re
-from unittest.mock import Mock
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
-from flash_delta.training import saving
-from flash_delta.training.checkpoint import latest_checkpoint
-from flash_delta.training.config import TrainConfig
-from flash_delta.training.corpus import Corpus, evaluation_windows, order0_entropy, training_batch
-from flash_delta.training.figures import smoothed
-from flash_delta.training.generate import generate_bytes, generate_text
-from flash_delta.training.probe import probe
-from flash_delta.training.report import write_report
-from flash_delta.training.run import Run
-from flash_delta.training.trainer import Trainer
+from flash_delta.report import Run, page, probe, write_report
+from flash_delta.report.figures import smoothed
+from flash_delta.training import Corpus, Layout, RunTrainer, Settings, byte_tokenizer, generate_text, order0_entropy
+from flash_delta.training.batches import IGNORED, Collator, Windows
+from flash_delta.training.corpus import evaluation_starts, training_starts
 
-CONFIG = TrainConfig(steps=4, batch_size=2, seq_len=32, eval_every=2, eval_windows=3, checkpoint_every=2)
+SETTINGS = Settings(steps=4, batch_size=2, seq_len=32, checkpoint_every=2)
+ALONE, BYTES = Layout(), byte_tokenizer()
 
 
 def tiny_model() -> FlashDeltaForCausalLM:
@@ -29,6 +27,15 @@ def tiny_model() -> FlashDeltaForCausalLM:
     mixers = ["gdn", "kda", "attention"]
     sizes = {"hidden_size": 32, "num_heads": 2, "head_dim": 16, "num_attention_heads": 2}
     return FlashDeltaForCausalLM(FlashDeltaConfig(vocab_size=256, num_hidden_layers=3, mixers=mixers, **sizes))
+
+
+def make(folder, corpus, layout=ALONE, model=None, stop=lambda: 0, **changes) -> RunTrainer:
+    settings = replace(SETTINGS, **changes)
+    return RunTrainer(folder, model or tiny_model(), BYTES, corpus, settings, layout, stop, use_cpu=True)
+
+
+def logs(trainer, name="bits_per_byte") -> list[float]:
+    return [log[name] for log in trainer.state.log_history if name in log]
 
 
 def whole_text(corpus: Corpus) -> bytes:
@@ -57,20 +64,21 @@ def corpus(texts):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Trainer:
+def trained(tmp_path_factory) -> RunTrainer:
     """A short run on one repetitive file."""
     root = tmp_path_factory.mktemp("trained")
     (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
-    config = TrainConfig(steps=30, batch_size=4, seq_len=48, learning_rate=1e-2, eval_every=15, checkpoint_every=15)
-    trainer = Trainer.start(root / "run", tiny_model(), Corpus.read([root / "text.txt"]), config)
-    list(trainer.run())
+    text = Corpus.read([root / "text.txt"])
+    trainer = make(root / "run", text, steps=30, batch_size=4, seq_len=48, lr=1e-2, checkpoint_every=15)
+    trainer.train()
+    trainer.save_model()
     return trainer
 
 
 def test_corpus_reads_every_text_once_and_the_same_wherever_it_lies(texts, corpus, tmp_path):
-    assert Corpus.read([texts.rename(tmp_path / "moved")]).digest == corpus.digest
+    assert Corpus.read([texts.rename(tmp_path / "moved")]).summary.digest == corpus.summary.digest
     text = whole_text(corpus)
-    assert (corpus.files, corpus.skipped) == (40, 4)
+    assert (corpus.summary.files, corpus.summary.skipped) == (40, 4)
     assert all(text.count(f"\n{i} the quick".encode()) >= 4 for i in range(40))
     assert b"secret" not in text
 
@@ -99,128 +107,147 @@ def test_corpus_errors_say_what_was_wrong(tmp_path):
     (tmp_path / "binary.bin").write_bytes(b"\0")
     with pytest.raises(ValueError, match="paths: expected at least one UTF-8 text file, got 1 other files in"):
         Corpus.read([tmp_path])
-    (tmp_path / "short.txt").write_text("short")
-    with pytest.raises(ValueError, match="seq_len: expected at most the 0 bytes of held-out text, got 32"):
-        Trainer.start(tmp_path / "run", tiny_model(), Corpus.read([tmp_path]), CONFIG)
+    (tmp_path / "short.txt").write_text("short " * 10)
+    with pytest.raises(ValueError, match="seq_len: expected at most the 3 tokens of held-out text, got 32"):
+        make(tmp_path / "run", Corpus.read([tmp_path]))
+
+
+def test_tokens_of_the_byte_tokenizer_are_bytes(corpus):
+    text = whole_text(corpus).decode() + "\0\t €"
+    assert BYTES(text).input_ids == list(text.encode())
+    assert BYTES.decode(list(text.encode())) == text
+    assert len(BYTES) == 256
+
+
+def test_files_keep_their_begins_in_the_tokens_of_a_tokenizer(texts, corpus):
+    """The tokens of the byte tokenizer are those of no tokenizer."""
+    same = Corpus.read([texts], BYTES)
+    assert same.summary == corpus.summary
+    for name in ("train", "held_out", "train_begins", "held_out_begins"):
+        assert torch.equal(getattr(same, name), getattr(corpus, name)), name
+    assert int(corpus.train_begins.sum() + corpus.held_out_begins.sum()) == corpus.summary.files
 
 
 def test_order0_entropy_by_hand():
-    assert order0_entropy(torch.tensor(list(b"aabc"), dtype=torch.uint8)) == pytest.approx(1.5)
-    assert order0_entropy(torch.zeros(9, dtype=torch.uint8)) == 0
-    assert order0_entropy(torch.arange(256, dtype=torch.uint8)) == pytest.approx(8)
+    assert order0_entropy(b"aabc") == pytest.approx(1.5)
+    assert order0_entropy(bytes(9)) == 0
+    assert order0_entropy(bytes(range(256))) == pytest.approx(8)
 
 
-def test_batches_depend_on_seed_and_step_alone(corpus):
-    def batch(seed, step):
-        return training_batch(corpus.train, 4, 16, seed=seed, step=step)
+def test_batches_depend_on_seed_and_step_alone():
+    def starts(seed, step):
+        return training_starts(1000, 4, 16, seed=seed, step=step).tolist()
 
-    assert torch.equal(batch(1, 2), batch(1, 2))
-    assert not torch.equal(batch(1, 2), batch(1, 3))
-    assert not torch.equal(batch(1, 2), batch(2, 2))
-    text = corpus.train.numpy().tobytes()
-    assert all(bytes(row.tolist()) in text for row in batch(0, 0))
+    assert starts(1, 2) == starts(1, 2)
+    assert starts(1, 2) != starts(1, 3)
+    assert starts(1, 2) != starts(2, 2)
 
 
 def test_evaluation_windows_cover_the_text_without_overlap():
-    text = torch.arange(100, dtype=torch.uint8)
-    windows = evaluation_windows(text, 9, 10)
-    assert (windows[0, 0], windows[-1, -1]) == (0, 99)
-    assert len(windows.unique()) == windows.numel() == 90
-    assert len(evaluation_windows(text, 50, 10)) == 10
+    starts = evaluation_starts(100, 9, 10).tolist()
+    assert (starts[0], starts[-1]) == (0, 90)
+    assert all(after - before >= 10 for before, after in pairwise(starts))
+    assert len(evaluation_starts(100, 50, 10)) == 10
 
 
-@pytest.mark.parametrize(("name", "value"), [("steps", 0), ("seq_len", 1), ("learning_rate", 0.0), ("seed", -1)])
-def test_config_refuses(name, value):
-    with pytest.raises(ValueError, match=f"{name}: expected .*, got {value}"):
-        TrainConfig(**{name: value})
+def test_ranks_that_share_tokens_get_the_same_windows():
+    windows = Windows(torch.arange(40), None, 4, lambda n: 4 * n, count=8, rows=2, sharers=2)
+    taken = [windows[n]["tokens"][0].item() // 4 for n in range(len(windows))]
+    assert taken == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7]
 
 
-def test_learning_rate_warms_up_and_falls_to_a_tenth():
-    config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
-    assert [config.learning_rate_at(step) for step in (0, 9, 10, 55, 100)] == pytest.approx([0.1, 1, 1, 0.55, 0.1])
+def test_documents_in_a_batch():
+    begins = torch.tensor([0, 0, 1, 0, 1, 0, 0, 1])
+    starts = [0, 4, None]
+    windows = Windows(torch.arange(1, 9), begins, 4, starts.__getitem__, count=3, rows=3)
+    batch = Collator(packed=True)([windows[n] for n in range(3)])
+    assert batch["cu_seqlens"].tolist() == [0, 2, 4, 7, 8, 10, 12]
+    no = IGNORED
+    assert batch["labels"].tolist() == [[no, 2, no, 4, no, 6, 7, no, no, no, no, no, no]]
+    assert Collator(packed=False)([windows[0]])["input_ids"].tolist() == [[1, 2, 3, 4]]
 
 
-def test_weight_decay_is_for_matrices(corpus, tmp_path):
-    groups = Trainer.start(tmp_path, tiny_model(), corpus, CONFIG).optimizer.param_groups
-    spared = {name for group in groups if group["weight_decay"] == 0 for name in group["param_names"]}
-    assert all(any(part in name for part in ("A_log", "dt_bias", "norm", "bias")) for name in spared)
-    assert {"A_log", "dt_bias"} <= {name.rpartition(".")[2] for name in spared}
+def test_packed_windows_are_documents_of_their_own(corpus, tmp_path):
+    """The first loss is that of every document's piece alone."""
+    trainer = make(tmp_path, corpus, packed=True, seq_len=179, steps=1)
+    bounds = [*corpus.train_begins.nonzero()[:, 0].tolist(), len(corpus.train)]
+    starts = training_starts(len(corpus.train), 2, 179, seed=0, step=0).tolist()
+    pieces = [(max(start, a), min(start + 179, b)) for start in starts for a, b in pairwise(bounds)]
+    pieces = [corpus.train[a:b].long()[None] for a, b in pieces if b - a > 1]
+    assert len(pieces) > len(starts)
+    with torch.no_grad():
+        nats = sum(trainer.model(piece, labels=piece).loss.item() * (piece.shape[1] - 1) for piece in pieces)
+    bits = nats / sum(piece.shape[1] - 1 for piece in pieces) / math.log(2)
+    trainer.train()
+    assert logs(trainer) == [pytest.approx(bits, rel=1e-5)]
+
+
+def test_accumulated_passes_equal_one(corpus, tmp_path):
+    """Documents have unequal numbers of targets, and a mean over passes would be another one than over tokens."""
+    one, four = (
+        make(tmp_path, corpus, Layout(accumulate=n), tiny_model().double(), packed=True, batch_size=4, seq_len=179)
+        for n in (1, 4)
+    )
+    one.train(), four.train()
+    for name in ("loss", "grad_norm", "eval_loss", "eval_bits_per_byte"):
+        assert logs(four, name) == pytest.approx(logs(one, name), rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.0), ("lr", float("nan")), ("dtype", "half")])
+def test_settings_refuse(name, value):
+    with pytest.raises(ValueError, match=f"{name}: expected .*, got '?{value}"):
+        Settings(**{name: value})
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth(trained):
+    rates = logs(trained, "learning_rate")
+    assert rates[:20] == pytest.approx([1e-2 * (step + 1) / 20 for step in range(20)])
+    assert rates[19:] == sorted(rates[19:], reverse=True)
+    assert rates[-1] == pytest.approx(1e-3)
+
+
+def test_weight_decay_is_for_matrices(trained):
+    decayed, others = trained.optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert all(p.dim() > 1 for p in decayed["params"])
+    assert {id(layer.mixer.A_log) for layer in trained.model.model.layers[:2]} <= {id(p) for p in others["params"]}
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(corpus, tmp_path):
-    whole = Trainer.start(tmp_path / "whole", tiny_model(), corpus, CONFIG)
-    records = list(whole.run())
-    cut = Trainer.start(tmp_path / "cut", tiny_model(), corpus, CONFIG).run()
-    for _ in range(3):  # the checkpoint is of step 2: step 3 is lost and done again
-        next(cut)
-    cut.close()
-    resumed = Trainer.resume(tmp_path / "cut")
-    assert resumed.step == 2
-    assert [record.bits_per_byte for record in resumed.run()] == [record.bits_per_byte for record in records[2:]]
+    whole = make(tmp_path / "run", corpus)
+    whole.train()
+    resumed = make(tmp_path / "run", corpus)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    for name in ("bits_per_byte", "grad_norm", "learning_rate", "eval_bits_per_byte"):
+        assert logs(resumed, name) == logs(whole, name)
     for (name, ours), theirs in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-    assert resumed.records[-1].held_out_bits_per_byte == records[-1].held_out_bits_per_byte
 
 
-def test_a_run_killed_while_saving_keeps_the_checkpoint_before(corpus, tmp_path, monkeypatch):
-    run = Trainer.start(tmp_path, tiny_model(), corpus, CONFIG).run()
-    next(run), next(run)
-    before = latest_checkpoint(tmp_path)
-    monkeypatch.setattr(saving, "save_file", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        list(run)
-    assert latest_checkpoint(tmp_path) == before
-    monkeypatch.undo()
-    list(Trainer.resume(tmp_path).run())
-    assert sorted(path.name for path in before.parent.iterdir()) == ["step-00000002", "step-00000004"]
-
-
-def test_a_folder_with_a_run_is_not_overwritten(trained):
-    with pytest.raises(ValueError, match=r"folder: .*step-00000030: resume it"):
-        Trainer.start(trained.folder, tiny_model(), trained.corpus, CONFIG)
-
-
-def test_resume_refuses_other_text(corpus, texts, tmp_path):
-    list(Trainer.start(tmp_path / "run", tiny_model(), corpus, CONFIG).run())
-    (texts / "new.txt").write_text("something else")
-    with pytest.raises(ValueError, match="corpus: expected the bytes that"):
-        Trainer.resume(tmp_path / "run")
-
-
-def test_training_learns_and_writes_its_history(trained):
-    first, last = trained.records[0], trained.records[-1]
-    assert first.bits_per_byte > 7
-    assert last.held_out_bits_per_byte < 3 < order0_entropy(trained.corpus.held_out)
-    history = json.loads((trained.folder / "history.json").read_text())
-    assert [record["step"] for record in history] == list(range(1, 31))
-    assert (trained.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_generation_streams_what_generate_writes(trained):
-    prompt = b"the quick"
-    expected = trained.model.generate(torch.tensor([list(prompt)]), max_new_tokens=20, do_sample=False)
-    assert list(generate_bytes(trained.model, prompt, 20, temperature=0)) == expected[0, len(prompt) :].tolist()
-    text = "".join(generate_text(trained.model, "the quick", 20, temperature=0))
-    assert text == bytes(expected[0, len(prompt) :].tolist()).decode(errors="replace")
+def test_training_learns_and_from_pretrained_reads_the_run(trained):
+    assert logs(trained)[0] > 7
+    assert len(logs(trained)) == 30
+    assert logs(trained, "eval_bits_per_byte")[-1] < 3 < trained.corpus.entropy
+    folder = trained.args.output_dir
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained.model.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(folder)("né").input_ids == list("né".encode())
+    made = pipeline("text-generation", folder, device="cpu")("the quick", max_new_tokens=9, do_sample=False)
+    assert made[0]["generated_text"] == "the quick" + generate_text(model, BYTES, "the quick", 9, temperature=0)
 
 
 def test_sampling_depends_on_the_seed_and_top_1_is_greedy(trained):
     def sample(**options):
-        return list(generate_bytes(trained.model, b"fox", 12, **options))
+        return generate_text(trained.model, BYTES, "fox", 12, **options)
 
     assert sample(seed=1, temperature=2.0) == sample(seed=1, temperature=2.0) != sample(seed=2, temperature=2.0)
     assert sample(top_k=1) == sample(temperature=0)
 
 
-def test_generated_bytes_become_whole_characters(trained, monkeypatch):
-    monkeypatch.setattr("flash_delta.training.generate.generate_bytes", lambda *_, **__: iter("aé€".encode() + b"\xe2"))
-    assert list(generate_text(trained.model, "x", 7)) == ["a", "é", "€", "\ufffd"]
-
-
-@pytest.mark.parametrize("wrong", [{"prompt": b""}, {"max_bytes": -1}, {"temperature": -1.0}, {"top_k": 0}])
+@pytest.mark.parametrize("wrong", [{"prompt": ""}, {"temperature": -1.0}])
 def test_generation_refuses(trained, wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected (at least|0, or)"):
-        next(generate_bytes(trained.model, **{"prompt": b"a", "max_bytes": 1} | wrong))
+        generate_text(trained.model, BYTES, **{"prompt": "a", "max_tokens": 1} | wrong)
 
 
 def test_probe_measures_half_lives_and_states(trained):
@@ -230,7 +257,7 @@ def test_probe_measures_half_lives_and_states(trained):
         layer.a_proj.weight.zero_()
         layer.A_log.fill_(torch.tensor(0.2).log())
         layer.dt_bias.zero_()
-    measured = probe(model, trained.corpus.held_out)
+    measured = probe(model, torch.tensor(list(trained.corpus.excerpt.encode())))
     gdn, kda = measured.decays
     torch.testing.assert_close(gdn.half_life, torch.full((2,), 5.0))
     torch.testing.assert_close(gdn.token_range, torch.full((2, 2), 5.0))
@@ -239,16 +266,17 @@ def test_probe_measures_half_lives_and_states(trained):
 
 
 def test_report_is_one_page_with_its_pictures(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("flash_delta.training.report.generate_text", lambda *_, **__: iter(["<script>x</script>"]))
-    write_report(Run.read(trained.folder), trained.model, tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert not re.findall(r"https?://|<script|<link", page)
-    pictures = re.findall(r'(?:src|srcset)="data:image/svg\+xml;base64,([^"]+)"', page)
+    monkeypatch.setattr(page, "generate_text", lambda *_, **__: "<script>x</script>")
+    write_report(Run.read(trained.args.output_dir), trained.model, BYTES, tmp_path / "report.html", "flash-delta train")
+    written = (tmp_path / "report.html").read_text()
+    assert not re.findall(r"https?://|<script|<link", written)
+    pictures = re.findall(r'(?:src|srcset)="data:image/svg\+xml;base64,([^"]+)"', written)
     assert len(pictures) == 10  # loss, time, two kinds of decay, states; each light and dark
     assert all(b"</svg>" in base64.b64decode(picture) for picture in pictures)
-    assert f"{trained.model.num_parameters():,}" in page
-    assert all(words in page for words in ("bits per byte", "gdn, kda, attention", "half-life", "&lt;script&gt;x"))
-    assert all(words in page for words in ("median time per step", "colours clip", "Python trained it"))
+    assert f"{trained.model.num_parameters():,}" in written
+    assert f"{logs(trained, 'eval_bits_per_byte')[-1]:.3f}" in written
+    assert all(words in written for words in ("bits per byte", "gdn, kda, attention", "half-life", "&lt;script&gt;x"))
+    assert all(words in written for words in ("median time per step", "colours clip", "<pre>flash-delta train</pre>"))
 
 
 def test_a_curve_is_smoothed_over_a_part_of_its_steps():

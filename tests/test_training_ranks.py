@@ -1,8 +1,6 @@
 """Training on many ranks is training on one: gloo on processes of this machine."""
 
-import math
 import multiprocessing
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from training_ranks import (
     MIXERS,
     RUNS,
     assert_gradients_in_bfloat16,
-    dtype_of,
     loss_of_row,
     make,
     results,
@@ -19,9 +16,7 @@ from training_ranks import (
     work,
 )
 
-from flash_delta.training import Layout, Trainer
-from flash_delta.training.batches import IGNORED, Batch
-from flash_delta.training.corpus import training_batch
+from flash_delta.training import Layout, latest_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -43,48 +38,43 @@ def ranks(request, tmp_path_factory, text):
 
 
 def assert_same_run(got, want, tolerance):
+    assert len(got[0]) == len(want[0])
     for ours, theirs in zip(got[0], want[0], strict=True):
-        assert ours == {n: v if v is None else pytest.approx(v, rel=tolerance) for n, v in theirs.items()}
+        assert ours == {name: pytest.approx(value, rel=max(tolerance, 1e-6)) for name, value in theirs.items()}
     for name, parameter in want[1].items():
         torch.testing.assert_close(got[1][name], parameter, rtol=tolerance, atol=tolerance)
 
 
 def test_ranks_train_as_one_process_does(ranks, text, tmp_path):
     size, _, (first, last) = ranks
-    for name, (changes, layout) in RUNS[size].items():
-        one = Layout(activation_checkpointing=layout.activation_checkpointing)
+    for name, (changes, _) in RUNS[size].items():
         # What ranks round to bfloat16 they sum in other orders, and Adam takes the sign of a small gradient.
         tolerance = 2e-2 if "dtype" in changes else 1e-9
-        want = results(make(tmp_path / name, text, changes, one, dtype_of(name)))
-        assert_same_run(first[name], want, tolerance)
+        assert_same_run(first[name], results(make(tmp_path / name, text, changes, Layout())), tolerance)
         assert first[name][0] == last[name][0]
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_a_run_goes_on_with_another_number_of_ranks(ranks, text, tmp_path):
     _, folder, (first, last) = ranks
-    changes = {"checkpoint_every": 2, "eval_every": 4}
-    records, parameters = results(make(tmp_path, text, changes, Layout(), torch.float32))
-    alone = Trainer.resume(folder / "cut-again")
-    assert alone.step == 2
-    for resumed in (first["resumed"], last["resumed"], results(alone)):
-        assert_same_run(resumed, (records[2:], parameters), 1e-4)
+    alone = make(tmp_path, text, RUNS[2]["packed"][0], Layout())
+    for resumed in (first["resumed"], last["resumed"], results(alone, folder / "packed" / "checkpoint-2")):
+        assert_same_run(resumed, first["packed"], 1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_ranks_stop_together_though_one_got_the_signal(ranks, text):
+def test_ranks_stop_together_though_one_got_the_signal(ranks):
     _, folder, (first, last) = ranks
-    assert first["stopped"] == last["stopped"] == (2, 15)
-    assert Trainer.resume(folder / "stopped").step == 2
+    assert first["stopped"] == last["stopped"] == (3, 15)
+    assert latest_checkpoint(folder / "stopped").name == "checkpoint-3"
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_ranks_end_together_though_one_is_wrong(ranks):
     _, folder, (first, last) = ranks
     assert first["diverged"] == last["diverged"]
-    assert first["diverged"].startswith("step 2: parameters: nan: the run diverged, lower --lr")
-    held = f"folder: expected a folder that no other process trains in, got {folder / 'locked'}"
-    assert first["locked"] == last["locked"] == held
+    assert first["diverged"].startswith("step 3: grad_norm: nan: the run diverged, lower --lr")
+    assert first["diverged"].endswith(f"{folder}/diverged/checkpoint-2 is kept")
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
@@ -129,32 +119,3 @@ def test_layouts_that_do_not_fit(ranks):
 def test_a_batch_that_ranks_and_passes_cannot_share(text, tmp_path):
     with pytest.raises(ValueError, match=r"batch_size: expected a multiple of 3 .*accumulate=3.*, got 4"):
         make(tmp_path, text, {}, Layout(accumulate=3))
-    with pytest.raises(ValueError, match="accumulate: expected at least 1, got 0"):
-        Layout(accumulate=0)
-
-
-def test_documents_in_a_batch():
-    windows = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
-    batch = Batch.of(windows, torch.tensor([[0, 0, 1, 0], [1, 0, 0, 1]]))
-    assert batch.bounds == [0, 2, 4, 7, 8]
-    assert batch.targets.tolist() == [[6, IGNORED, 8, IGNORED], [2, 3, IGNORED, IGNORED]]
-    assert batch.count == 4
-    assert Batch.of(windows, None).bounds == [0, 4, 8]
-    assert Batch.of(windows, None).padded(3).count == 6
-
-
-def test_packed_windows_are_documents_of_their_own(text, tmp_path):
-    """The first record is the loss of every document's piece alone."""
-    trainer = make(tmp_path, text, {"packed": True, "seq_len": 79}, Layout())
-    corpus, config = trainer.corpus, trainer.config
-    begins = corpus.train_begins.nonzero()[:, 0].tolist()
-    assert len(begins) + int(corpus.held_out_begins.sum()) == corpus.files
-    bounds = [*begins, len(corpus.train)]
-    places = torch.arange(len(corpus.train))
-    windows = training_batch(places, config.batch_size, config.seq_len, seed=config.seed, step=0).tolist()
-    pieces = [(max(w[0], a), min(w[-1] + 1, b)) for w in windows for a, b in pairwise(bounds)]
-    pieces = [corpus.train[a:b].long()[None] for a, b in pieces if b - a > 1]
-    assert len(pieces) > len(windows)
-    nats = sum(trainer.model(piece, labels=piece).loss.item() * (piece.shape[1] - 1) for piece in pieces)
-    bits = nats / sum(piece.shape[1] - 1 for piece in pieces) / math.log(2)
-    assert next(trainer.run()).bits_per_byte == pytest.approx(bits, rel=1e-9)

@@ -1,32 +1,30 @@
 """What the processes of `test_training_ranks` do: the same runs, each by all ranks together."""
 
-import shutil
-from dataclasses import asdict
+import os
+from dataclasses import replace
 
 import torch
 from rank_groups import join, leave
 from torch.distributed.fsdp import fully_shard
 
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
-from flash_delta.training import Corpus, Diverged, Layout, TrainConfig, Trainer
-from flash_delta.training.claim import claim_folder
-from flash_delta.training.ranks import Ranks
+from flash_delta.training import Corpus, Diverged, Layout, RunTrainer, Settings, byte_tokenizer
 
-SETTINGS = {"steps": 4, "batch_size": 4, "seq_len": 33, "eval_every": 2, "eval_windows": 5, "checkpoint_every": 4}
+SETTINGS = Settings(steps=4, batch_size=4, seq_len=33, checkpoint_every=2)
 RUNS = {  # number of ranks -> run -> what it computes, how ranks share it
     2: {
-        "data parallel": ({}, Layout(shard=1)),
-        "sharded": ({"batch_size": 8}, Layout(accumulate=2, activation_checkpointing=True)),
+        "data parallel": ({"batch_size": 8}, Layout(accumulate=2, activation_checkpointing=True)),
         "context parallel": ({}, Layout(context_parallel=2)),
         "packed": ({"packed": True}, Layout()),
-        "packed, context parallel": ({"packed": True}, Layout(context_parallel=2, activation_checkpointing=True)),
-        "bfloat16": ({"dtype": "bfloat16"}, Layout(activation_checkpointing=True)),
+        "packed, context parallel": (
+            {"packed": True},
+            Layout(context_parallel=2, accumulate=2, activation_checkpointing=True),
+        ),
+        "bfloat16": ({"dtype": "bfloat16"}, Layout()),
     },
-    4: {"mesh": ({"packed": True, "batch_size": 8}, Layout(context_parallel=2, shard=2, accumulate=2))},
+    4: {"mesh": ({"packed": True, "batch_size": 8}, Layout(context_parallel=2, accumulate=2))},
 }
 MIXERS = ["gdn", "kda", "attention"]
-
-
 SIZES = {"hidden_size": 16, "num_heads": 1, "num_v_heads": 2, "head_dim": 8, "num_attention_heads": 2}
 WIDE = {"hidden_size": 128, "num_heads": 2, "num_v_heads": 4, "head_dim": 64, "num_attention_heads": 2}  # for kernels
 
@@ -38,52 +36,36 @@ def tiny_model(dtype, mixers=MIXERS, sizes=SIZES):
     return FlashDeltaForCausalLM(config).to(dtype)
 
 
-def make(folder, text, changes, layout, dtype=torch.float64):
-    config = TrainConfig(**SETTINGS | changes)
-    return Trainer.start(folder, tiny_model(dtype), Corpus.read([text]), config, layout)
+def make(folder, text, changes, layout, **options):
+    settings = replace(SETTINGS, **changes)
+    model = tiny_model(torch.float32 if settings.dtype == "bfloat16" else torch.float64)
+    return RunTrainer(folder, model, byte_tokenizer(), Corpus.read([text]), settings, layout, use_cpu=True, **options)
 
 
-def dtype_of(name):
-    """Returns the parameters' dtype."""
-    return torch.float32 if name == "bfloat16" else torch.float64
-
-
-def results(trainer):
+def results(trainer, resumed=None):
     """All that a run tells, but for times."""
-    records = [asdict(record) | {"tokens_per_second": None} for record in trainer.run()]
-    parameters = {n: p.detach() for n, p in trainer.model.named_parameters()}
-    return records, {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in parameters.items()}
+    trainer.train(resume_from_checkpoint=resumed)
+    names = ("step", "loss", "grad_norm", "learning_rate", "bits_per_byte", "eval_loss", "eval_bits_per_byte")
+    told = [{name: log[name] for name in names if name in log} for log in trainer.state.log_history]
+    return told, {n: p.detach() for n, p in trainer.model.named_parameters()}
 
 
-def stopped(trainer, rank):
+def stopped(folder, text, rank):
     """The steps of a run that the second rank alone is asked to stop, and by what."""
-    records = list(trainer.run(lambda: 15 if rank == 1 and trainer.step == 2 else 0))
-    return len(records), trainer.stopped_by
+    trainer = make(folder, text, {}, Layout(), stop=lambda: 15 if rank == 1 and trainer.state.global_step == 3 else 0)
+    trainer.train()
+    return trainer.state.global_step, trainer.stopped_by
 
 
-def diverged(trainer, rank):
-    """What is said where the second rank alone has a parameter that is not finite."""
-    records = trainer.run()
-    next(records)
-    if rank == 1:
-        next(iter(trainer.optimizer.state.values()))["exp_avg"].to_local().fill_(float("inf"))
+def diverged(folder, text, rank):
+    """What is said where the second rank alone gets a gradient that is not finite."""
+    trainer = make(folder, text, {}, Layout())
+    weight = trainer.model.lm_head.weight
+    weight.register_hook(lambda g: g * float("nan") if rank == 1 and trainer.state.global_step == 2 else g)
     try:
-        next(records)
+        trainer.train()
     except Diverged as error:
         return str(error)
-
-
-def locked(folder, text):
-    """What is said where another process holds the folder."""
-    trainer = make(folder, text, {}, Layout(), torch.float32)
-    holder = claim_folder(folder, None, 0) if trainer.ranks.first else None
-    try:
-        trainer.run()
-    except ValueError as error:
-        return str(error)
-    finally:
-        if holder is not None:
-            holder.release()
 
 
 def compiled_gradients(rank):
@@ -139,10 +121,9 @@ def loss_of_row(model, row, tokens=40):
 
 
 def sharded_gradients(rank, device, dtype):
-    """Returns the loss and the ranks' mean gradients of a model whose parameters this library's training shards. Each
-    rank has a row of its own."""
-    model = tiny_model(torch.float32, MIXERS[:2], WIDE).to(device)
-    Ranks.of(Layout(), device).distribute(model, dtype)
+    """Returns the loss and the ranks' mean gradients of a model whose float32 parameters are sharded. Products are in
+    ``dtype``. Each rank has a row of its own."""
+    model = shard(tiny_model(torch.float32, MIXERS[:2], WIDE).to(device))
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         loss = loss_of_row(model, rank, 150)
     loss.backward()
@@ -159,23 +140,17 @@ def gradients_alone(rows, device, dtype):
 
 
 def work(rank, size, folder, text):
+    of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "x"}
+    os.environ |= {name: str(value) for name, value in of_torchrun.items()}
     join("gloo", rank, size, folder)
-    got = {name: results(make(folder / name, text, *run, dtype_of(name))) for name, run in RUNS[size].items()}
+    got = {name: results(make(folder / name, text, *run)) for name, run in RUNS[size].items()}
     if size == 2:
-        cut = make(folder / "cut", text, {"checkpoint_every": 2, "eval_every": 4}, Layout(), torch.float32).run()
-        next(cut), next(cut)
-        cut.close()
-        if rank == 0:
-            shutil.copytree(folder / "cut", folder / "cut-again")
-        got["stopped"] = stopped(make(folder / "stopped", text, {}, Layout(), torch.float32), rank)
-        got["diverged"] = diverged(
-            make(folder / "diverged", text, {"checkpoint_every": 2}, Layout(), torch.float32), rank
-        )
-        got["locked"] = locked(folder / "locked", text)
+        got["stopped"] = stopped(folder / "stopped", text, rank)
+        got["diverged"] = diverged(folder / "diverged", text, rank)
+        got["resumed"] = results(make(folder / "packed", text, *RUNS[2]["packed"]), folder / "packed" / "checkpoint-2")
         got["compiled"] = compiled_gradients(rank)
         if torch.__version__ >= (2, 12):  # an older FSDP2 takes one dtype
             got["bfloat16 weights"], got["fresh"] = gradients_in_bfloat16(rank), fresh_parameters()
-        got["resumed"] = results(Trainer.resume(folder / "cut"))
     for name, refused in {"context_parallel": Layout(context_parallel=3), "shard": Layout(shard=3)}.items():
         try:
             make(folder / "refused", text, {}, refused)

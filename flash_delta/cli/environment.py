@@ -33,7 +33,8 @@ def calm_threads(device: "torch.device", hidden_size: int) -> None:
 
 
 def quiet_transformers() -> None:
-    """Turns off transformers' progress bars for writing files. They are short and would break our own bar."""
+    """Turns off bars of transformers that would break our own, and warnings that no user can act on."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     import torch
 
     from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
-    from flash_delta.training import Layout, TrainConfig
+    from flash_delta.training import Layout, Settings
 
-BYTES = 256  # the vocabulary
 MOST = {"layers": 10_000, "hidden_size": 2**20, "heads": 2**16, "head_dim": 2**16}
 
 
-def model_config(mixers: str, layers: int, hidden_size: int, heads: int, head_dim: int) -> "FlashDeltaConfig":
+def model_config(
+    vocab_size: int, mixers: str, layers: int, hidden_size: int, heads: int, head_dim: int
+) -> "FlashDeltaConfig":
     """The configuration of a model with so many layers, which repeat the list of mixers."""
     names = [name.strip() for name in mixers.split(",")]
     sizes = {"layers": layers, "hidden_size": hidden_size, "heads": heads, "head_dim": head_dim}
@@ -26,7 +27,7 @@ def model_config(mixers: str, layers: int, hidden_size: int, heads: int, head_di
             raise ValueError(f"{name}: expected at least {'the ' * bool(why)}{least}{why}, got {size}")
         if size > MOST[name]:
             raise ValueError(f"{name}: expected at most {MOST[name]:,}, got {size}")
-    return _config([names[i % len(names)] for i in range(layers)], hidden_size, heads, head_dim)
+    return _config(vocab_size, [names[i % len(names)] for i in range(layers)], hidden_size, heads, head_dim)
 
 
 def new_model(config: "FlashDeltaConfig", seed: int) -> "FlashDeltaForCausalLM":
@@ -39,16 +40,18 @@ def new_model(config: "FlashDeltaConfig", seed: int) -> "FlashDeltaForCausalLM":
     return FlashDeltaForCausalLM(config)
 
 
-def require_memory(model: "FlashDeltaConfig", config: "TrainConfig", layout: "Layout", device: "torch.device") -> None:
+def require_memory(model: "FlashDeltaConfig", settings: "Settings", layout: "Layout", device: "torch.device") -> None:
     """Raises ValueError if training needs more memory than there is, by a lower bound and not by an estimate.
 
     The bound counts parameters, gradients and two moments in float32. If ranks share these, it counts one rank's part,
     but at least all parameters. It also counts one pass: logits with their gradients, and the input of every layer.
     """
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    parameters, tokens = _parameters(model), config.batch_size * config.seq_len
-    held = 4 * parameters * max(1, 4 / min(ranks, layout.shard or ranks))
-    passed = 4 * tokens / (ranks * layout.accumulate) * (2 * BYTES + model.hidden_size * model.num_hidden_layers)
+    parameters, tokens = _parameters(model), settings.batch_size * settings.seq_len
+    held = 4 * parameters * max(1, 4 / layout.shard)
+    passed = (
+        4 * tokens / (ranks * layout.accumulate) * (2 * model.vocab_size + model.hidden_size * model.num_hidden_layers)
+    )
     room = _memory(device)
     for names, needed in (
         ("hidden_size, layers, heads, head_dim", held),
@@ -61,11 +64,11 @@ def require_memory(model: "FlashDeltaConfig", config: "TrainConfig", layout: "La
             )
 
 
-def _config(pattern: list[str], hidden_size: int, heads: int, head_dim: int) -> "FlashDeltaConfig":
+def _config(vocab_size: int, pattern: list[str], hidden_size: int, heads: int, head_dim: int) -> "FlashDeltaConfig":
     from flash_delta.models import FlashDeltaConfig
 
     return FlashDeltaConfig(
-        vocab_size=BYTES,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_hidden_layers=len(pattern),
         mixers=pattern,
@@ -83,7 +86,8 @@ def _parameters(config: "FlashDeltaConfig") -> int:
 
     layers = Counter(config.mixers)
     with torch.device("meta"):
-        model = FlashDeltaForCausalLM(_config(list(layers), config.hidden_size, config.num_heads, config.head_dim))
+        sizes = config.vocab_size, list(layers), config.hidden_size, config.num_heads, config.head_dim
+        model = FlashDeltaForCausalLM(_config(*sizes))
     repeated = zip(layers.values(), model.model.layers, strict=True)
     more = sum((count - 1) * sum(p.numel() for p in layer.parameters()) for count, layer in repeated)
     return model.num_parameters() + more

@@ -16,13 +16,14 @@ def report(
     device: Annotated[str, typer.Option(help="Where the run's model runs: cpu, cuda, ...")] = "cpu",
 ) -> None:
     """Write a self-contained page about a run: its numbers, its command, loss, time per step, memory and a sample."""
-    from flash_delta.training import Run, load_model, require_checkpoint, write_report
+    from flash_delta.report import Run, write_report
+    from flash_delta.training import load_model, load_tokenizer, require_checkpoint
 
     quiet_transformers()
-    where, found, page = require_device(device), Run.read(run), out or run / "report.html"
+    where, checkpoint, page = require_device(device), require_checkpoint(run), out or run / "report.html"
+    found = Run.read(run)
     require_writable("out", page)
-    model = load_model(require_checkpoint(run)).to(where)
-    write_report(found, model, page, train_command(found, model.config, run))
-    bits = "no" if found.held_out is None else f"{found.held_out:.3f}"
+    model, tokenizer = load_model(checkpoint).to(where), load_tokenizer(str(checkpoint))
+    write_report(found, model, tokenizer, page, train_command(found.settings, run))
     entropy = f"{found.corpus.entropy:.3f}"
-    typer.echo(f"wrote {page}: {bits} bits per byte on held-out text, whose order-0 entropy is {entropy}")
+    typer.echo(f"wrote {page}: {found.held_out} bits per byte on held-out text, whose order-0 entropy is {entropy}")

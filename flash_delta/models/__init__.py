@@ -11,6 +11,7 @@ from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
 from flash_delta.models.heads import FlashDeltaForCausalLM, FlashDeltaForSequenceClassification
 from flash_delta.models.modeling import FlashDeltaModel
+from flash_delta.models.parameter_groups import parameter_groups
 
 AutoConfig.register(FlashDeltaConfig.model_type, FlashDeltaConfig)
 AutoModel.register(FlashDeltaConfig, FlashDeltaModel)
@@ -25,4 +26,5 @@ __all__ = [
     "FlashDeltaForCausalLM",
     "FlashDeltaForSequenceClassification",
     "FlashDeltaModel",
+    "parameter_groups",
 ]

@@ -1,37 +1,30 @@
-"""Small language models on bytes: text, training, checkpoints, generation and a report."""
+"""Small language models on text, by transformers' Trainer: the text, its windows, what a run keeps, and its trainer."""
 
-from flash_delta.training.checkpoint import latest_checkpoint, require_checkpoint
-from flash_delta.training.config import Layout, TrainConfig
-from flash_delta.training.corpus import Corpus, order0_entropy
-from flash_delta.training.generate import generate_bytes, generate_text
-from flash_delta.training.loading import load_model
-from flash_delta.training.parameter_groups import parameter_groups
-from flash_delta.training.probe import Decay, Probe, probe
-from flash_delta.training.ranks import process_group
-from flash_delta.training.report import write_report
-from flash_delta.training.run import Record, Run
+from flash_delta.models import parameter_groups
+from flash_delta.training.checkpoint import latest_checkpoint, load_model, read_history, require_checkpoint
+from flash_delta.training.corpus import Corpus, Summary, order0_entropy
+from flash_delta.training.generate import generate_text
+from flash_delta.training.settings import Layout, Settings, read_run
 from flash_delta.training.stopping import stop_signals
-from flash_delta.training.trainer import Diverged, Trainer
+from flash_delta.training.tokenizer import byte_tokenizer, load_tokenizer
+from flash_delta.training.trainer import Diverged, RunTrainer
 
 __all__ = [
     "Corpus",
-    "Decay",
     "Diverged",
     "Layout",
-    "Probe",
-    "Record",
-    "Run",
-    "TrainConfig",
-    "Trainer",
-    "generate_bytes",
+    "RunTrainer",
+    "Settings",
+    "Summary",
+    "byte_tokenizer",
     "generate_text",
     "latest_checkpoint",
     "load_model",
+    "load_tokenizer",
     "order0_entropy",
     "parameter_groups",
-    "probe",
-    "process_group",
+    "read_history",
+    "read_run",
     "require_checkpoint",
     "stop_signals",
-    "write_report",
 ]

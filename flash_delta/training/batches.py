@@ -1,47 +1,83 @@
-"""Windows of text for a training step: the targets of bytes, where sequences begin, and which rank has which rows."""
+"""Windows of text for a training step: which rank gets which, where sequences begin, and the loss of their tokens."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from torch.utils.data import Dataset
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from flash_delta.parallel import ContextParallel
 
 IGNORED = -100  # no target; the default of cross_entropy
 
 
-class Batch(NamedTuple):
-    """B windows of T bytes. Put end to end they are one packed row."""
+@dataclass(frozen=True)
+class Windows(Dataset):
+    """Windows of tokens in the order in which ranks and passes take them, so that a step is the same for any layout.
 
-    tokens: Tensor  # [B, T]
-    targets: Tensor  # [B, T]: the next byte; IGNORED where its sequence ends
-    begins: Tensor  # [B, T] bool: where a sequence begins; every window begins one
+    A pass of a rank takes ``rows`` windows one after the other, and the next ranks take the next ones. If ranks share
+    the tokens of their windows, the ``sharers`` neighbours get the same windows.
+    """
 
-    @classmethod
-    def of(cls, windows: Tensor, begins: Tensor | None) -> "Batch":
-        """A batch of windows [B, T]. Each is one sequence, or ``begins`` [B, T] cuts it into several."""
-        begins = torch.zeros_like(windows) if begins is None else begins
-        begins = begins.bool().index_fill(1, torch.tensor([0]), True)
-        ends = F.pad(begins[:, 1:], (0, 1), value=True)
-        return cls(windows, windows.roll(-1, dims=1).masked_fill(ends, IGNORED), begins)
+    text: Tensor  # [N] tokens
+    begins: Tensor | None  # [N] where documents begin; None: every window is one sequence
+    seq_len: int
+    start: Callable[[int], int | None]  # where the n-th window begins; None: a row that has no targets
+    count: int  # of different windows, a multiple of rows and of the ranks that have rows of their own
+    rows: int
+    sharers: int = 1
 
-    @property
-    def count(self) -> int:
-        """The number of targets."""
-        return int((self.targets != IGNORED).sum())
+    def __len__(self) -> int:
+        return self.count * self.sharers
 
-    @property
-    def bounds(self) -> list[int]:
-        """The bounds ``[N + 1]`` of all sequences in the row of B * T tokens."""
-        return [*self.begins.flatten().nonzero()[:, 0].tolist(), self.begins.numel()]
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
+        """A window's tokens, its targets (the next tokens; IGNORED where a sequence ends) and where sequences begin."""
+        block, row = divmod(n, self.rows)
+        start = self.start(block // self.sharers * self.rows + row)
+        place = slice(start or 0, (start or 0) + self.seq_len)
+        tokens = self.text[place].long()
+        begins = torch.zeros_like(tokens) if self.begins is None else self.begins[place]
+        begins = begins.bool().index_fill(0, torch.tensor([0]), True)
+        ends = F.pad(begins[1:], (0, 1), value=True) if start is not None else torch.ones_like(begins)
+        return {"tokens": tokens, "targets": tokens.roll(-1).masked_fill(ends, IGNORED), "begins": begins}
 
-    def rows(self, which: slice) -> "Batch":
-        return Batch(*(x[which] for x in self))
 
-    def padded(self, multiple: int) -> "Batch":
-        """The batch with added rows, which have no targets."""
-        missing = -len(self.tokens) % multiple
-        return Batch(*(F.pad(x, (0, 0, 0, missing), value=v) for x, v in zip(self, (0, IGNORED, True), strict=True)))
+@dataclass(frozen=True)
+class Collator:
+    """Makes a batch of windows: rows, or one packed row, or this rank's part of one packed row.
 
-    def split(self, size: int) -> Iterator["Batch"]:
-        return (self.rows(slice(start, start + size)) for start in range(0, len(self.tokens), size))
+    ``labels`` are the targets behind a column that is IGNORED: Trainer leaves the first column out when it counts.
+    """
+
+    packed: bool
+    sharers: DeviceMesh | None = None  # the ranks that share the row's tokens; None: this rank has all of them
+
+    def __call__(self, windows: list[dict[str, Tensor]]) -> dict[str, Any]:
+        tokens, targets, begins = (torch.stack([w[name] for w in windows]) for name in ("tokens", "targets", "begins"))
+        where: dict[str, Any] = {}
+        if self.packed or self.sharers is not None:
+            tokens, targets, begins = (x.reshape(1, -1) for x in (tokens, targets, begins))
+            bounds = [*begins[0].nonzero()[:, 0].tolist(), begins.numel()]
+            if self.sharers is None:
+                where["cu_seqlens"] = torch.tensor(bounds)
+            else:
+                where["cp_context"] = context = ContextParallel(self.sharers, bounds)
+                tokens, targets = context.shard(tokens), context.shard(targets)
+        return {"input_ids": tokens, "labels": F.pad(targets, (1, 0), value=IGNORED), **where}
+
+
+def sum_of_nats(outputs: CausalLMOutputWithPast, labels: Tensor) -> Tensor:
+    """The sum of -ln p over the targets of a batch that `Collator` made."""
+    logits = outputs["logits"]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def mean_of_nats(outputs: CausalLMOutputWithPast, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+    """A pass's part of the mean over all targets of a step."""
+    return sum_of_nats(outputs, labels) / num_items_in_batch

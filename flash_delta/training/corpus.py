@@ -1,8 +1,8 @@
-"""Byte-level text for training: the files, which of them are held out, and the windows of each step.
+"""Text for training: the files, which of them are held out, their tokens, and the windows of each step.
 
-A text is a sequence of bytes. So the vocabulary is 256, any text file can be used, and bits per byte can be compared
-between corpora. All results depend only on the files' contents and on (seed, step). Two machines with the same files
-train on the same batches, and a resumed run gets the same batches as an uninterrupted run.
+A token is a byte, or what a tokenizer makes of some bytes. Losses are told in bits per byte, so they can be compared
+between corpora and tokenizers. All results depend only on the files' contents and on (seed, step). Two machines with
+the same files train on the same batches, and a resumed run gets the same batches as an uninterrupted run.
 """
 
 import hashlib
@@ -10,51 +10,51 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from flash_delta.training.checkpoint import latest_checkpoint
 
 HELD_OUT_FRACTION = 0.05
 # Folders that are not part of the standard library itself: installed packages, tests, and compiled files.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-
 EXCERPT_BYTES = 2048
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The facts about a corpus that a checkpoint saves, so that a report does not need the text."""
+    """The facts about a corpus that a run saves, so that a report does not need the text."""
 
     name: str
+    digest: str  # of the content; a run may resume only on the bytes that it started with
     files: int
+    skipped: int  # files left out: not UTF-8 text, empty, or the same bytes as an earlier file
     train_bytes: int
     held_out_bytes: int
+    train_tokens: int
+    held_out_tokens: int
     entropy: float  # of the held-out text, in bits per byte: `order0_entropy`
     excerpt: str  # the beginning of the held-out text, a character per byte (latin1)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out bytes. Whole files belong to one or the other."""
+    """Training and held-out tokens. Whole files belong to one or the other."""
 
-    name: str
-    paths: tuple[str, ...]  # absolute; empty for the default corpus
-    train: torch.Tensor  # [N] uint8
-    held_out: torch.Tensor  # [M] uint8
+    train: torch.Tensor  # [N]; uint8 if a token is a byte
+    held_out: torch.Tensor  # [M]
     train_begins: torch.Tensor  # [N] uint8: 1 where a file begins
     held_out_begins: torch.Tensor  # [M]
-    files: int  # distinct text files read
-    skipped: int  # files left out: not UTF-8 text, empty, or the same bytes as an earlier file
+    summary: Summary
 
     @classmethod
-    def read(cls, paths: Sequence[str | Path] = ()) -> "Corpus":
-        """Reads files and folders (recursively). Without paths, it reads the standard library of the running Python."""
+    def read(cls, paths: Sequence[str | Path] = (), tokenizer: PreTrainedTokenizerBase | None = None) -> "Corpus":
+        """Reads files and folders (recursively). Without paths, it reads the standard library of the running Python.
+        Without a tokenizer a token is a byte."""
         name = ", ".join(str(path) for path in paths) or "Python's standard library"
         files = list(_find_files(paths) if paths else _standard_library())
         texts: dict[bytes, bytes] = {}  # by digest, since a copy of a file must not be in both splits
@@ -64,54 +64,39 @@ class Corpus:
                 texts.setdefault(hashlib.sha256(text).digest(), text)
         if not texts:
             raise ValueError(f"paths: expected at least one UTF-8 text file, got {len(files)} other files in {name}")
-        train, held_out = map(_join, _split(texts))
-        given = tuple(str(Path(path).resolve()) for path in paths)
-        begins = train[1], held_out[1]
-        return cls(name, given, train[0], held_out[0], *begins, len(texts), len(files) - len(texts))
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash of the content. A run may resume only on the bytes that it started with."""
-        return hashlib.sha256(self.train.numpy().tobytes() + b"|" + self.held_out.numpy().tobytes()).hexdigest()
-
-    @cached_property
-    def summary(self) -> Summary:
-        excerpt = self.held_out[:EXCERPT_BYTES].numpy().tobytes().decode("latin1")
-        sizes = self.files, len(self.train), len(self.held_out)
-        return Summary(self.name, *sizes, order0_entropy(self.held_out), excerpt)
+        train, held_out = _split(texts)
+        (train_tokens, train_begins), (tokens, begins) = _tokens(train, tokenizer), _tokens(held_out, tokenizer)
+        whole, rest = b"".join(train), b"".join(held_out)
+        digest = hashlib.sha256(whole + b"|" + rest).hexdigest()
+        counts = len(texts), len(files) - len(texts), len(whole), len(rest), len(train_tokens), len(tokens)
+        facts = Summary(name, digest, *counts, order0_entropy(rest), rest[:EXCERPT_BYTES].decode("latin1"))
+        return cls(train_tokens, tokens, train_begins, begins, facts)
 
 
-def order0_entropy(text: torch.Tensor) -> float:
+def order0_entropy(text: bytes) -> float:
     """The Shannon entropy of the text's byte histogram, in bits per byte.
 
     A model that ignores context cannot use fewer bits per byte on this text, even if it knows the histogram.
     """
-    counts = torch.bincount(text.long(), minlength=256).double()
+    counts = np.bincount(np.frombuffer(text, np.uint8), minlength=256)
     p = counts[counts > 0] / len(text)
-    return -(p * p.log2()).sum().item()
+    return float(-(p * np.log2(p)).sum())
 
 
-def training_batch(text: torch.Tensor, batch_size: int, seq_len: int, *, seed: int, step: int) -> torch.Tensor:
-    """[batch_size, seq_len] random windows of the text, which depend only on the text and (seed, step)."""
-    require_length("training", text, seq_len)
-    starts = np.random.default_rng([seed, step]).integers(len(text) - seq_len + 1, size=batch_size)
-    return _windows(text, starts, seq_len)
+def training_starts(length: int, batch_size: int, seq_len: int, *, seed: int, step: int) -> np.ndarray:
+    """[batch_size] where the random windows of a step begin in a text of so many tokens."""
+    return np.random.default_rng([seed, step]).integers(length - seq_len + 1, size=batch_size)
 
 
-def evaluation_windows(text: torch.Tensor, count: int, seq_len: int) -> torch.Tensor:
-    """[at most count, seq_len] windows, which are spread evenly over the text and never overlap."""
-    require_length("held-out", text, seq_len)
-    count = min(count, len(text) // seq_len)
-    return _windows(text, np.linspace(0, len(text) - seq_len, count).astype(np.int64), seq_len)
+def evaluation_starts(length: int, count: int, seq_len: int) -> np.ndarray:
+    """[at most count] where windows begin that are spread evenly over the text and never overlap."""
+    return np.linspace(0, length - seq_len, min(count, length // seq_len)).astype(np.int64)
 
 
-def require_length(which: str, text: torch.Tensor, seq_len: int) -> None:
-    if len(text) < seq_len:
-        raise ValueError(f"seq_len: expected at most the {len(text)} bytes of {which} text, got {seq_len}")
-
-
-def _windows(text: torch.Tensor, starts: np.ndarray, seq_len: int) -> torch.Tensor:
-    return text[torch.from_numpy(starts)[:, None] + torch.arange(seq_len)].long()
+def require_length(corpus: Corpus, seq_len: int) -> None:
+    for which, text in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(text) < seq_len:
+            raise ValueError(f"seq_len: expected at most the {len(text)} tokens of {which} text, got {seq_len}")
 
 
 def _find_files(paths: Iterable[str | Path]) -> Iterator[Path]:
@@ -134,7 +119,7 @@ def _walk(folder: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
     A run's own folder may be among its texts. Its files must not count as texts, or else the run could not resume.
     """
     for root, folders, names in os.walk(folder):
-        if "checkpoints" in folders and latest_checkpoint(root):
+        if latest_checkpoint(root):
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
@@ -180,10 +165,14 @@ def _cut(files: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
     return [file for file in before if file], [file for file in behind if file]
 
 
-def _join(files: list[bytes]) -> tuple[torch.Tensor, torch.Tensor]:
-    """All bytes [N], and where files begin [N]."""
-    data = b"".join(files)
-    text = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    begins = torch.zeros_like(text)
-    begins[[0, *accumulate(map(len, files[:-1]))] if files else []] = 1
-    return text, begins
+def _tokens(files: list[bytes], tokenizer: PreTrainedTokenizerBase | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """All tokens [N], and where files begin [N]."""
+    if tokenizer is None:
+        documents = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
+    else:  # a cut may divide a character
+        texts = [file.decode(errors="ignore") for file in files]
+        documents = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False).input_ids]
+    text = torch.cat(documents) if documents else torch.empty(0, dtype=torch.uint8)
+    begins = torch.zeros(len(text) + 1, dtype=torch.uint8)  # one more: the last file may have no tokens
+    begins[[0, *accumulate(map(len, documents[:-1]))]] = 1
+    return text, begins[:-1]

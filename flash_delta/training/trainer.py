@@ -1,246 +1,233 @@
-"""Trains a byte-level language model in one process or in many, by AdamW with warmup and cosine.
+"""transformers' Trainer for runs of `flash-delta train`: its arguments, its data, and what happens at a step's end.
 
-    trainer = Trainer.start("runs/mine", model, Corpus.read(["texts"]), TrainConfig(steps=500))
-    for record in trainer.run():
-        print(record.step, record.bits_per_byte, record.held_out_bits_per_byte)
+    settings = Settings(steps=500)
+    tokenizer = load_tokenizer(settings.tokenizer)
+    trainer = RunTrainer("runs/mine", model, tokenizer, Corpus.read(["texts"]), settings, Layout())
+    trainer.train()
 
-A step depends on the parameters, the optimizer's moments and (seed, step). A checkpoint has all of these. So a resumed
-run (`Trainer.resume("runs/mine")`) computes the same as an uninterrupted run, in one CPU process bit for bit. Under
-torchrun (`process_group`) all ranks make the same calls. Together they compute the same as one process, up to rounding.
-So a run may be resumed on any number of ranks.
+A step depends on the parameters, the optimizer's moments and (seed, step). So a resumed run computes the same as an
+uninterrupted one, in one CPU process bit for bit. Under torchrun all ranks make the same calls. Together they compute
+the same as one process, up to rounding.
 """
 
+import dataclasses
 import math
+import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from filelock import FileLock
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import PreTrainedModel
+from accelerate import ParallelismConfig
+from accelerate.utils import gather_object
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from flash_delta.parallel import ContextParallel
-from flash_delta.training.batches import IGNORED, Batch
-from flash_delta.training.checkpoint import checkpoint_folder, latest_checkpoint, require_checkpoint
-from flash_delta.training.claim import claim_folder
-from flash_delta.training.config import Layout, TrainConfig
-from flash_delta.training.corpus import Corpus, evaluation_windows, training_batch
-from flash_delta.training.loading import first_not_finite, load_model, load_optimizer
-from flash_delta.training.parameter_groups import parameter_groups
-from flash_delta.training.ranks import Ranks
-from flash_delta.training.run import Diverged, Record, Run
-from flash_delta.training.saving import moments_of, save_run
+from flash_delta.models import parameter_groups
+from flash_delta.training.batches import Collator, Windows, mean_of_nats, sum_of_nats
+from flash_delta.training.checkpoint import first_not_finite, latest_checkpoint
+from flash_delta.training.corpus import Corpus, evaluation_starts, require_length, training_starts
+from flash_delta.training.settings import Layout, Settings, write_run
 
 NATS_PER_BIT = math.log(2)
+WARMUP_STEPS, EVAL_WINDOWS = 20, 256
+# transformers renamed it, and warns of the old name where it has the new one
+FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 
 
-@dataclass
-class Trainer:
-    """One run: a model, its optimizer, and the steps so far. Make it with `start` or `resume`, on every rank."""
+class Diverged(FloatingPointError):
+    """A step's gradients, parameters or evaluation are not finite. The last checkpoint has the state before."""
 
-    folder: Path
-    model: PreTrainedModel
-    corpus: Corpus
-    config: TrainConfig
-    layout: Layout = field(default_factory=Layout)
-    records: list[Record] = field(default_factory=list)
-    seconds: float = 0.0  # spent training and evaluating
-    keep: int = 2  # how many checkpoints are kept, the newest ones
 
-    def __post_init__(self):
-        if self.keep < 1:
-            raise ValueError(f"keep: expected at least 1, got {self.keep}")
-        self.stopped_by = 0  # the signal that ended `run` before its last step
-        self._newest = checkpoint_folder(self.folder, self.step) if self.records else None
-        self.ranks = Ranks.of(self.layout, self.model.device)
-        self.ranks.require_same("paths", self.corpus.digest)
-        passes = self.ranks.rows * self.layout.accumulate
-        if self.config.batch_size % passes:
-            expected = f"a multiple of {passes} ({self.ranks.rows} ranks with rows of their own, {self.layout})"
-            raise ValueError(f"batch_size: expected {expected}, got {self.config.batch_size}")
-        self._rows_per_pass = self.config.batch_size // passes
-        evaluation = partial(evaluation_windows, count=self.config.eval_windows, seq_len=self.config.seq_len)
-        self._held_out = self._batch(evaluation(self.corpus.held_out), evaluation(self.corpus.held_out_begins))
-        self._next_batch()  # raises an error now if the corpus is too short
-        self._dtype = getattr(torch, self.config.dtype)
-        self.ranks.distribute(self.model, self._dtype)
-        if self.layout.activation_checkpointing:
-            # transformers renamed this method; new versions warn about the old name
-            name = "activation_checkpointing_enable"
-            getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")()
-        self.optimizer = _adamw(self.model, self.config)
+class RunTrainer(Trainer):
+    """transformers' Trainer with this library's windows of text, groups of parameters and bits per byte.
 
-    @classmethod
-    def start(
-        cls,
+    Args:
+        stop: called after each step. If it returns another number than 0 on any rank, that step is saved, the run ends,
+            and ``stopped_by`` is the number.
+        options: more arguments of `TrainingArguments`.
+    """
+
+    def __init__(
+        self,
         folder: str | Path,
         model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         corpus: Corpus,
-        config: TrainConfig,
-        layout: Layout | None = None,
-        keep: int = 2,
-    ) -> "Trainer":
-        if checkpoint := latest_checkpoint(folder):
-            raise ValueError(f"folder: expected a folder without a run, got {folder} with {checkpoint.name}: resume it")
-        return cls(Path(folder), model, corpus, config, layout or Layout(), keep=keep)
-
-    @classmethod
-    def resume(
-        cls,
-        folder: str | Path,
-        device: str | torch.device = "cpu",
-        layout: Layout | None = None,
-        keep: int = 2,
-        steps: int | None = None,
-        learning_rate: float | None = None,
-    ) -> "Trainer":
-        """Continues from the newest checkpoint, on the text that the run started with.
-
-        Args:
-            steps: the new total number of steps, at least those already done. None: as before.
-            learning_rate: another peak for the following steps. None: as before. See `TrainConfig.learning_rate_at`.
-        """
-        checkpoint, run = require_checkpoint(folder), Run.read(folder).going_on(steps, learning_rate)
-        corpus = Corpus.read(run.paths)
-        if corpus.digest != run.corpus_digest:
-            raise ValueError(
-                f"corpus: expected the bytes that {folder} started with, got other bytes from {corpus.name}"
-            )
-        model = load_model(checkpoint).to(device)
-        trainer = cls(Path(folder), model, corpus, run.config, layout or Layout(), run.records, run.seconds, keep)
-        load_optimizer(checkpoint, trainer.optimizer)
-        return trainer
-
-    @property
-    def step(self) -> int:
-        return len(self.records)
-
-    def run(self, stop: Callable[[], int] = lambda: 0) -> Iterator[Record]:
-        """Locks the folder and trains to the last step, yielding each record after its evaluation and checkpoint.
-
-        Args:
-            stop: called after each step, for instance the function that `stop_signals` yields. If it returns another
-                number than 0 on any rank, the step is saved, the run ends, and `stopped_by` is the number.
-
-        Raises:
-            ValueError: if another process trains, or has trained, in the folder, or if it cannot be written to.
-            OSError: if a checkpoint cannot be written.
-            Diverged: if a step's gradients or evaluation, or parameters to be saved, are not finite.
-        """
-        self.stopped_by = 0
-        self.ranks.largest(0)  # wait, so that no folder is made before every rank got here
-        size = 12 * self.model.num_parameters()  # bytes: float32, with two moments
-        lock = self.ranks.first_does(lambda: claim_folder(self.folder, self._newest, size))
-        return self._steps(lock, stop)
-
-    def _steps(self, lock: FileLock | None, stop: Callable[[], int]) -> Iterator[Record]:
+        settings: Settings,
+        layout: Layout,
+        stop: Callable[[], int] = lambda: 0,
+        **options: Any,
+    ) -> None:
+        require_length(corpus, settings.seq_len)
+        size = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
+        _require_divisors(size, context_parallel=layout.context_parallel, shard=layout.shard)
+        ranks = size // layout.context_parallel  # those that have rows of their own
+        if settings.batch_size % (ranks * layout.accumulate):
+            expected = f"a multiple of {ranks * layout.accumulate} ({ranks} ranks with rows of their own, {layout})"
+            raise ValueError(f"batch_size: expected {expected}, got {settings.batch_size}")
+        rows = settings.batch_size // (ranks * layout.accumulate)
+        args = _arguments(folder, settings, layout, rows, size, options)
         try:
-            while self.step < self.config.steps and not self.stopped_by:
-                began = time.perf_counter()
-                record = self._train_step()
-                last = record.step == self.config.steps
-                if last or record.step % self.config.eval_every == 0:
-                    record = replace(record, held_out_bits_per_byte=self.evaluate(), peak_gb=self._peak_gb())
-                    self._require_finite(record.step, "held-out bits per byte", record.held_out_bits_per_byte)
-                self.records.append(record)
-                self.seconds += time.perf_counter() - began
-                self.stopped_by = 0 if last else self.ranks.largest(stop())
-                if last or self.stopped_by or record.step % self.config.checkpoint_every == 0:
-                    self._save()
-                yield record
-        finally:
-            if lock is not None:
-                lock.release()
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Bits per byte over the held-out windows. A sequence's first byte is read but not predicted."""
-        self.model.eval()
-        parts = self.ranks.own(self._held_out).split(self._rows_per_pass)
-        return self.ranks.sum(sum(map(self._nats, parts))) / self._held_out.count / NATS_PER_BIT
-
-    def _train_step(self) -> Record:
-        began = time.perf_counter()
-        learning_rate = self.config.learning_rate_at(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        batch = self._next_batch()
-        self.model.train()
-        nats = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        for part in self.ranks.own(batch).split(self._rows_per_pass):
-            loss = self._nats(part) / batch.count
-            (loss * self.ranks.size).backward()  # FSDP2 takes the mean over ranks, and we need the sum
-            nats += loss.detach()
-        norm = self._clip_gradients()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        bits = self.ranks.sum(nats) / NATS_PER_BIT
-        return Record(self.step + 1, bits, learning_rate, norm, batch.tokens.numel() / (time.perf_counter() - began))
-
-    def _next_batch(self) -> Batch:
-        config = self.config
-        draw = partial(
-            training_batch, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed, step=self.step
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"folder: expected one that can be made, got {folder} ({error.strerror})") from error
+        sharers, held_out = None, corpus.held_out_begins if settings.packed else None
+        if layout.context_parallel > 1:
+            shape = (ranks, layout.context_parallel)
+            sharers = init_device_mesh(args.device.type, shape, mesh_dim_names=("rows", "sharers"))["sharers"]
+        training, evaluation = _starts(corpus, settings, rows * ranks)
+        text = corpus.train, corpus.train_begins if settings.packed else None
+        place = {"seq_len": settings.seq_len, "rows": rows, "sharers": layout.context_parallel}
+        super().__init__(
+            model,
+            args,
+            Collator(settings.packed, sharers),
+            Windows(*text, start=training, count=settings.steps * settings.batch_size, **place),
+            Windows(corpus.held_out, held_out, start=evaluation.__getitem__, count=len(evaluation), **place),
+            tokenizer,
+            compute_loss_func=mean_of_nats,
+            compute_metrics=self._measure,
         )
-        return self._batch(draw(self.corpus.train), draw(self.corpus.train_begins))
+        if len(set(gather_object([corpus.summary.digest]))) > 1:
+            raise ValueError(f"paths: expected the same texts on all {size} ranks, got others")
+        self.corpus, self.settings, self.stop, self.stopped_by = corpus.summary, settings, stop, 0
+        self.seconds = 0.0  # of the last step
+        self.add_callback(StepEnd(self))
 
-    def _batch(self, windows: Tensor, begins: Tensor) -> Batch:
-        return Batch.of(windows, begins if self.config.packed else None)
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return parameter_groups(model, self.args.weight_decay)[0]["param_names"]
 
-    def _nats(self, batch: Batch) -> Tensor:
-        """The sum of -ln p over a batch's targets. If ranks share the tokens, only over this rank's targets."""
-        tokens, targets, device, where = batch.tokens, batch.targets, self.model.device, {}
-        if self.ranks.cp is not None:
-            where["cp_context"] = context = ContextParallel(self.ranks.cp, batch.bounds)
-            tokens, targets = (context.shard(x.reshape(1, -1)) for x in (tokens, targets))
-        elif self.config.packed:
-            where["cu_seqlens"] = torch.tensor(batch.bounds).to(device)
-            tokens, targets = tokens.reshape(1, -1), targets.reshape(1, -1)
-        with torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
-            logits = self.model(input_ids=tokens.to(device), use_cache=False, **where).logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        return F.cross_entropy(logits, targets.to(device).flatten(), ignore_index=IGNORED, reduction="sum")
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds bits per byte and speed to a step's log, and the peak of the first rank's memory to an evaluation's."""
+        if "loss" in logs:
+            tokens = self.settings.batch_size * self.settings.seq_len
+            per_byte = self.corpus.train_tokens / self.corpus.train_bytes
+            logs["bits_per_byte"] = logs["loss"] / NATS_PER_BIT * per_byte
+            logs["tokens_per_second"] = tokens / self.seconds
+        elif "eval_loss" in logs and self.args.device.type == "cuda":
+            logs["eval_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        super().log(logs, start_time)
 
-    def _clip_gradients(self) -> float:
-        """Clips the gradients of all ranks to the configured norm. Returns the norm before.
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple:
+        """The sum of nats and the number of targets, in place of logits and labels, for a mean over all targets."""
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.pop("labels")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            nats = sum_of_nats(model(**inputs, use_cache=False), labels)
+        return None, nats[None], (labels[:, 1:] >= 0).sum()[None]
 
-        A gradient that is not finite ends the run here, before it changes the parameters.
-        """
-        parameters = list(self.model.parameters())
-        norm = get_total_norm(p.grad for p in parameters if p.grad is not None)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        self._require_finite(self.step + 1, "norm of the gradients", norm.item())
-        clip_grads_with_norm_(parameters, self.config.grad_clip, norm)
-        return norm.item()
-
-    def _peak_gb(self) -> float | None:
-        device = self.model.device
-        if device.type != "cuda":
-            return None
-        return self.ranks.max(torch.tensor(torch.cuda.max_memory_allocated(device), device=device)) / 1e9
-
-    def _save(self) -> None:
-        numbers = (*self.model.named_parameters(), *moments_of(self.optimizer).items())
-        wrong = self.ranks.largest(first_not_finite(numbers) is not None)
-        self._require_finite(self.step, "parameters", math.nan if wrong else 0)
-        text = self.corpus.paths, self.corpus.digest, self.corpus.summary
-        run = Run(self.config, self.records, self.seconds, *text)
-        save_run(self.folder, run, self.model, self.optimizer, self.keep, self.ranks)
-        self._newest = checkpoint_folder(self.folder, self.step)
-
-    def _require_finite(self, step: int, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            kept = f"{self._newest} is kept" if self._newest else "no checkpoint was written yet"
-            lower = f"lower --lr, {self.config.learning_rate:g} now"
-            raise Diverged(f"step {step}: {what}: {value}: the run diverged, {lower}; {kept}")
+    def _measure(self, found: EvalPrediction) -> dict[str, float]:
+        loss = found.predictions.sum() / found.label_ids.sum()
+        per_byte = self.corpus.held_out_tokens / self.corpus.held_out_bytes
+        return {"loss": loss, "bits_per_byte": loss / NATS_PER_BIT * per_byte}
 
 
-def _adamw(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:
-    groups = parameter_groups(model, config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
+class StepEnd(TrainerCallback):
+    """What happens at a step's end: a run that diverged or that a signal asked to stop ends here."""
+
+    def __init__(self, trainer: RunTrainer) -> None:
+        self.trainer, self.began = trainer, 0.0
+
+    def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs) -> None:
+        """Writes what the run computes. A resumed run may have another peak of the rate or another number of steps."""
+        if state.is_world_process_zero:
+            write_run(args.output_dir, self.trainer.settings, self.trainer.corpus)
+        if state.global_step > 0:
+            for i, group in enumerate(optimizer.param_groups):
+                group["initial_lr"] = lr_scheduler.base_lrs[i] = args.learning_rate
+            lr_scheduler.last_epoch -= 1
+            lr_scheduler.step()
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        self.trainer.seconds = time.perf_counter() - self.began
+        if not control.should_training_stop:
+            asked = torch.tensor([self.trainer.stop()], device=args.device)
+            self.trainer.stopped_by = int(self.trainer.accelerator.gather(asked).max())
+            if self.trainer.stopped_by:
+                control.should_save = control.should_training_stop = True
+        if control.should_save and (name := first_not_finite(model)):
+            self._end(state.global_step, f"parameter {name}", math.nan)
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        for name in ("loss", "grad_norm", "eval_loss"):
+            if not math.isfinite(logs.get(name, 0.0)):
+                self._end(state.global_step, name, logs[name])
+
+    def _end(self, step: int, what: str, value: float) -> None:
+        newest = latest_checkpoint(self.trainer.args.output_dir)
+        kept = f"{newest} is kept" if newest else "no checkpoint was written yet"
+        lower = f"lower --lr, {self.trainer.settings.lr:g} now"
+        raise Diverged(f"step {step}: {what}: {value}: the run diverged, {lower}; {kept}")
+
+
+def _starts(corpus: Corpus, settings: Settings, ranks_rows: int) -> tuple[Callable[[int], int], list[int | None]]:
+    """Where the n-th window of training begins, and where those of evaluation do, filled up to whole passes."""
+    batch = {"batch_size": settings.batch_size, "seq_len": settings.seq_len, "seed": settings.seed}
+
+    def training(n: int) -> int:
+        step, row = divmod(n, settings.batch_size)
+        return int(training_starts(len(corpus.train), step=step, **batch)[row])
+
+    evaluation = evaluation_starts(len(corpus.held_out), EVAL_WINDOWS, settings.seq_len).tolist()
+    return training, [*evaluation, *[None] * (-len(evaluation) % ranks_rows)]
+
+
+def _require_divisors(size: int, **options: int) -> None:
+    for name, value in options.items():
+        if size % value:
+            raise ValueError(f"{name}: expected a divisor of the number of ranks, {size}, got {value}")
+
+
+def _arguments(
+    folder: str | Path, settings: Settings, layout: Layout, rows: int, size: int, options: dict[str, Any]
+) -> TrainingArguments:
+    """The arguments of transformers' Trainer. Each step is logged, and each checkpoint comes with an evaluation."""
+    sharded: dict[str, Any] = {CHECKPOINTING: layout.activation_checkpointing}
+    if layout.shard > 1:
+        sharded = {"fsdp": True, "fsdp_config": {"activation_checkpointing": layout.activation_checkpointing}}
+        if layout.shard < size:
+            sizes = {"dp_replicate_size": size // layout.shard, "dp_shard_size": layout.shard}
+            sharded["parallelism_config"] = ParallelismConfig(**sizes)
+    return TrainingArguments(
+        str(folder),
+        max_steps=settings.steps,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=rows,
+        gradient_accumulation_steps=layout.accumulate,
+        learning_rate=settings.lr,
+        lr_scheduler_type="cosine_warmup_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        warmup_steps=WARMUP_STEPS,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        seed=settings.seed,
+        bf16=settings.dtype == "bfloat16",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=settings.checkpoint_every,
+        save_strategy="steps",
+        save_steps=settings.checkpoint_every,
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+        use_cache=True,
+        disable_tqdm=True,
+        **sharded,
+        **{"report_to": [], **options},
+    )

@@ -16,12 +16,18 @@ from flash_delta.integrations.fla.modules.convolution import ShortConvolution as
 from flash_delta.integrations.fla.ops.kda.chunk import chunk_kda as fla_chunk_kda
 from flash_delta.integrations.transformers import Refused, Replaced, disable, enable
 from flash_delta.layers import Attention, AttentionState, GatedDeltaNet, KimiDeltaAttention, MixerState
-from flash_delta.models import FlashDeltaCache, FlashDeltaConfig, FlashDeltaForCausalLM, FlashDeltaModel
+from flash_delta.models import (
+    FlashDeltaCache,
+    FlashDeltaConfig,
+    FlashDeltaForCausalLM,
+    FlashDeltaModel,
+    parameter_groups,
+)
 from flash_delta.modules import GatedRMSNorm, RMSNorm, ShortConvolution, causal_conv1d, gated_rms_norm, rms_norm
 from flash_delta.ops.serving import Convolution, OutputNorm, warmup
 from flash_delta.ops.serving import workspace_bytes as count
 from flash_delta.parallel import ContextParallel
-from flash_delta.training import TrainConfig, generate_text, parameter_groups
+from flash_delta.training import Settings, generate_text
 
 
 def ops(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
@@ -99,7 +105,7 @@ def models(tokens: Tensor) -> None:
     assert_type(FlashDeltaCache(config).get_seq_length(), int)
     loss = model(tokens, labels=tokens).loss
     parameter_groups(model, 0.1)
-    TrainConfig(steps=3, batch_size=2, seq_len=32)
+    Settings(steps=3, batch_size=2, seq_len=32)
     generate: Callable[..., object] = generate_text
     print(loss, generate)
 

@@ -1,4 +1,4 @@
-"""The pictures of a run as matplotlib figures. They depend only on numbers. The trainer and the report save them."""
+"""The pictures of a run as matplotlib figures. They depend only on numbers."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatter
 from torch import Tensor
 
-from flash_delta.training.probe import Decay
+from flash_delta.report.probe import Decay
 
 WIDTH = 5.2  # inches: on a phone letters still have eight pixels
 SMOOTHED = 30  # each mean of a curve is over 1 / SMOOTHED of its steps
@@ -17,11 +17,11 @@ CLIPPED = 0.99  # the share of a state's entries within the range of colours; st
 MOST_STATES = (4, 8)  # layers and heads in the picture of the states, since more would be too small to see
 
 
-def loss_figure(records: Sequence[dict], entropy: float) -> Figure:
+def loss_figure(steps: Sequence[dict], evaluations: Sequence[dict], entropy: float) -> Figure:
     """Bits per byte over steps: of training batches, their mean, held-out evaluations, and the order-0 entropy."""
     figure, axes = _figure(3.2)
-    held_out = [(r["step"], r["held_out_bits_per_byte"]) for r in records if r["held_out_bits_per_byte"] is not None]
-    _curve(axes, records, [r["bits_per_byte"] for r in records], "training")
+    held_out = [(log["step"], log["eval_bits_per_byte"]) for log in evaluations]
+    _curve(axes, steps, [log["bits_per_byte"] for log in steps], "training")
     axes.plot(*np.array(held_out).reshape(-1, 2).T, "o-", ms=4, color="C1", label="held out")
     axes.axhline(entropy, ls="--", lw=1, color="gray", label="order-0 entropy of the held-out text")
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
@@ -29,10 +29,10 @@ def loss_figure(records: Sequence[dict], entropy: float) -> Figure:
     return figure
 
 
-def time_figure(records: Sequence[dict], tokens: int) -> Figure:
+def time_figure(steps: Sequence[dict], tokens: int) -> Figure:
     """Milliseconds of each step of so many tokens, and their mean."""
     figure, axes = _figure(2.4)
-    _curve(axes, records, step_ms(records, tokens), "step")
+    _curve(axes, steps, step_ms(steps, tokens), "step")
     axes.set(xlabel="step", ylabel="ms", yscale="log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.yaxis.set_minor_formatter(LogFormatter())  # labels also at minor ticks, if there are few
@@ -40,8 +40,8 @@ def time_figure(records: Sequence[dict], tokens: int) -> Figure:
     return figure
 
 
-def step_ms(records: Sequence[dict], tokens: int) -> list[float]:
-    return [1e3 * tokens / r["tokens_per_second"] for r in records]
+def step_ms(steps: Sequence[dict], tokens: int) -> list[float]:
+    return [1e3 * tokens / log["tokens_per_second"] for log in steps]
 
 
 def smoothed(values: Sequence[float]) -> tuple[int, np.ndarray]:
@@ -108,9 +108,9 @@ def states_figure(states: dict[int, Tensor]) -> Figure:
     return figure
 
 
-def _curve(axes: Axes, records: Sequence[dict], values: Sequence[float], name: str) -> None:
+def _curve(axes: Axes, logs: Sequence[dict], values: Sequence[float], name: str) -> None:
     """Draws each step's value in a pale colour, and over it the mean of the steps up to it."""
-    steps, (span, means) = [r["step"] for r in records], smoothed(values)
+    steps, (span, means) = [log["step"] for log in logs], smoothed(values)
     axes.plot(steps, values, lw=0.8, alpha=0.45, color="C0", label=name)
     axes.plot(steps[span - 1 :], means, lw=1.8, color="C0", label=f"{name}, mean of {span} steps")
 

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trainable parameters in two groups for an optimizer: those that decay, and those that do not.
 
-        optimizer = torch.optim.AdamW(parameter_groups(model, weight_decay=0.1), lr=1e-3)
-
     Parameters of fewer than two dimensions do not decay: the gates' `A_log` and `dt_bias`, norms' weights, biases.
     Parameters with the attribute `_no_weight_decay` do not decay either. All others do, also embeddings and short
     convolutions.
@@ -29,6 +27,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Raises:
         ValueError: if weight_decay is negative or not finite, if no parameter needs a gradient, or if a module is a
             `FullyShardedDataParallel`, whose flattened parameters do not show which of them are matrices.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta.layers import GatedDeltaNet
+        >>> from flash_delta.models import parameter_groups
+        >>> groups = parameter_groups(GatedDeltaNet(hidden_size=32, head_dim=16, num_heads=2), weight_decay=0.1)
+        >>> optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        >>> sorted(groups[1]["param_names"])
+        ['A_log', 'dt_bias', 'o_norm.weight']
     """
     if not (math.isfinite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"weight_decay: expected a finite number of at least 0, got {weight_decay}")

@@ -1,0 +1,25 @@
+"""Tokenizers of transformers. Without a name a token is a byte: any text can be read, and the vocabulary is 256."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the bytes of UTF-8, each with its own value."""
+    tokenizer = Tokenizer(models.BPE(vocab={sign: byte for byte, sign in bytes_to_unicode().items()}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of this name or in this folder; None: `byte_tokenizer`."""
+    if name is None:
+        return byte_tokenizer()
+    try:
+        if not name:
+            raise ValueError("a name has letters")
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the reasons are as many as there are kinds of tokenizers
+        raise ValueError(f"tokenizer: expected one that transformers can load, got {name!r}: {error}") from error
