@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIBRARY = HERE.parent / "flash_delta"
 ROOMS = ("problem", "ops", "kernels", "reference", "modules", "layers", "parallel")  # copied whole
-INTEGRATIONS = ("__init__", "_context", "transformers/functions")
+INTEGRATIONS = ("_context", "transformers/functions")
 FILES = ("__init__.py", "backend.py", *(f"integrations/{name}.py" for name in INTEGRATIONS))
 METADATA = {
     "name": "flash-delta",

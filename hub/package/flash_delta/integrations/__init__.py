@@ -1,0 +1,1 @@
+"""What transformers takes of this library through `kernels`."""
