@@ -13,8 +13,7 @@ def stop_signals() -> Iterator[Callable[[], int]]:
     process ignores a signal, as background jobs of a shell ignore Ctrl-C, it stays ignored.
 
         with stop_signals() as stop:
-            for record in trainer.run(stop):
-                ...
+            RunTrainer(folder, model, tokenizer, corpus, settings, layout, stop).train()
 
     Yields:
         A function that returns the number of the received signal, or 0.
