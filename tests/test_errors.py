@@ -18,6 +18,7 @@ OTHER_WORDS = (
     "a second derivative is asked for",
     "away from the first call's",
     "a kernel {what} beyond its tensors",
+    "has no attribute",
 )
 
 

@@ -50,7 +50,8 @@ def test_completions_are_those_of_generate(example, seed):
 
 
 def test_a_trained_model_is_served(example, tmp_path):
-    example.fresh_model(32, 2, seed=3).save_pretrained(tmp_path / "checkpoints" / "step-00000001")
+    example.fresh_model(32, 2, seed=3).save_pretrained(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / "trainer_state.json").touch()  # Trainer writes it last
     assert "9 of 9 completions" in run(example, "--run", str(tmp_path)).output
 
 

@@ -342,7 +342,8 @@ def test_model_refuses(alone):
 def test_attention_on_one_rank_is_the_packed_one(alone):
     model, ids = build("hybrid"), tokens(1, 9)
     want = model(ids, cu_seqlens=torch.tensor([0, 4, 7, 9])).logits
-    assert torch.equal(model(ids, cp_context=ContextParallel(alone, [0, 4, 7, 9])).logits, want)
+    got = model(ids, cp_context=ContextParallel(alone, [0, 4, 7, 9])).logits
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)  # on some CPUs the last bit of an attention differs
 
 
 def test_shard_refuses(alone):

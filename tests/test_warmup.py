@@ -73,7 +73,7 @@ LATER = {  # rows, tokens of a row, slots
 def compiled_later(place, backend, rule, sizes, forms, wide):
     """Which kernels calls compile before, during and after a ban; these are calls of other sizes, and one of another
     dtype."""
-    from pretended_gpu import pretended_compiler
+    from flash_delta.compiler.pretended_gpu import pretended_compiler
 
     counts = []
     for form in forms:
@@ -118,7 +118,7 @@ def test_later_calls_compile_nothing(process, place, backend, kind, rule, sizes,
 
 def compiled_by_threads(place, count):
     """What threads compile that warm up with the same examples."""
-    from pretended_gpu import pretended_compiler
+    from flash_delta.compiler.pretended_gpu import pretended_compiler
 
     calls = [example(form, "gdn", (2, 4, 64, 64), 2, 3, backend="triton") for form in ("decode", "prefill fresh")]
     with pretended_compiler(place) as names, ThreadPoolExecutor(count) as threads:

@@ -24,7 +24,7 @@ class Mirror(Loader):
 
     def __init__(self, entry: str) -> None:
         if not entry.startswith(MARK):
-            raise ImportError(f"expected {MARK!r} and a package, got {entry!r}")
+            raise ImportError(f"entry: expected {MARK!r} and a package, got {entry!r}")
         self.package = entry.removeprefix(MARK)
 
     def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:

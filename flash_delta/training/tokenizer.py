@@ -17,9 +17,9 @@ def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of this name or in this folder; None: `byte_tokenizer`."""
     if name is None:
         return byte_tokenizer()
+    if not name:
+        raise ValueError(f"tokenizer: expected a name or a folder, got {name!r}")
     try:
-        if not name:
-            raise ValueError("a name has letters")
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the reasons are as many as there are kinds of tokenizers
         raise ValueError(f"tokenizer: expected one that transformers can load, got {name!r}: {error}") from error
