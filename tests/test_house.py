@@ -239,7 +239,7 @@ def refuse_circles(needs: dict[str, set[str]]) -> None:
 
 
 def test_the_page_on_architecture_names_what_is_there():
-    """Each row of the table "Where to change what" names files that exist, and names that these files define."""
+    """Each row of the table "Where to change what" names files that exist. One of them has the names in its subject."""
     table = (ROOT / "ARCHITECTURE.md").read_text().split("## Where to change what")[1].split("\n\n")[1]
     for row in table.splitlines()[2:]:
         quoted = re.findall(r"`([^`]+)`", row.split("|")[2])

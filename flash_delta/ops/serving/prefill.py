@@ -53,7 +53,7 @@ def prefill_gated_delta_rule(
     sequence changes a bit of another one's results. With a float32 pool, a prompt may also be cut at any multiple of 64
     tokens from its start: a sequence that continues from a checkpoint gives the same bits as the sequence that wrote
     it. Without ``batch_invariant`` this holds only between calls with the same number of sequences of more than 16
-    tokens. It never holds for prompts so long that a Hopper GPU walks them in parts (:func:`flash_delta.explain`).
+    tokens. It never holds for prompts so long that a Hopper GPU scans them in parts (:func:`flash_delta.explain`).
 
     With ``checkpoint_offsets`` each sequence leaves one checkpoint, after any number of its tokens in this call. Offset
     0 copies the initial state, or zeros if there is none. The length of the sequence saves the final state, bit for
