@@ -15,15 +15,15 @@ from flash_delta.parallel.split import Piece
 
 def states_at_starts(context: Part, rows: Sequence[int], maps: Tensor) -> Tensor:
     """The states [n, HV, K, V] that this rank's continued ``rows`` start from, of all maps [P M, HV, K, K + V]."""
-    K, sent, found = maps.shape[-2], context.split.sent, {}
+    K, sent, states = maps.shape[-2], context.split.sent, {}
     for group, pieces in _alike(context, rows, lambda piece: piece.place):
         first, *later = zip(*([sent[other] for other in context.split.left(p)] for p in pieces), strict=True)
         S = rows_of(maps, first)[..., K:].double()
         for numbers in later:
             one = rows_of(maps, numbers).double()
             S = one[..., :K] @ S + one[..., K:]
-        found |= zip(group, S.to(maps.dtype), strict=True)
-    return torch.stack([found[row] for row in rows])
+        states |= zip(group, S.to(maps.dtype), strict=True)
+    return torch.stack([states[row] for row in rows])
 
 
 def passed_through(context: Part, K: int, maps: Tensor) -> Tensor:
@@ -35,15 +35,15 @@ def gradients_of_ends(context: Part, rows: Sequence[int], passed: Tensor, D: Ten
     """The gradients [HV, K, V] that the ends of this rank's ``rows`` get from the right. All ``rows`` continue.
     ``D [P C, HV, K, V]``: the D of all ranks' continued pieces."""
     taken, number = context.split.taken, {piece: i for i, piece in enumerate(_between(context))}
-    found: dict[int, Tensor] = {}
+    gradients: dict[int, Tensor] = {}
     for group, pieces in _alike(context, rows, lambda piece: len(context.split.right(piece))):
         *nearer, last = zip(*(context.split.right(piece) for piece in pieces), strict=True)
         dS = rows_of(D, [taken[piece] for piece in last]).double()
         for ones in reversed(nearer):
             transition = rows_of(passed, [number[piece] for piece in ones]).double()
             dS = rows_of(D, [taken[piece] for piece in ones]).double() + transition.mT @ dS
-        found |= zip(group, dS.to(D.dtype), strict=True)
-    return [found[row] for row in rows]
+        gradients |= zip(group, dS.to(D.dtype), strict=True)
+    return [gradients[row] for row in rows]
 
 
 def rows_of(t: Tensor, numbers: Sequence[int]) -> Tensor:
@@ -63,5 +63,5 @@ def _between(context: Part) -> list[Piece]:
 def _alike(context: Part, rows: Sequence[int], key: Callable[[Piece], int]) -> Iterator[tuple[list[int], list[Piece]]]:
     """Groups of rows with equal keys, and their pieces. The rows of a group are composed together."""
     for _, group in groupby(sorted(rows, key=lambda row: key(context.rows[row])), lambda row: key(context.rows[row])):
-        found = list(group)
-        yield found, [context.rows[row] for row in found]
+        numbers = list(group)
+        yield numbers, [context.rows[row] for row in numbers]

@@ -144,14 +144,14 @@ def _cut(context: Part, x: Inputs) -> tuple[Some | None, Some | None]:
     def some(kind: bool) -> Some | None:
         if not any(continued == kind for continued, _ in stretches):
             return None
-        own = tuple(row for continued, row, _ in rows if continued == kind)
+        ours = tuple(row for continued, row, _ in rows if continued == kind)
         bounds = (0, *accumulate(n for continued, _, n in rows if continued == kind))
-        alone = kind and len(own) == 1
+        alone = kind and len(ours) == 1
         inputs = {name: _together([t for t, (k, _) in zip(ts, stretches, strict=True) if k == kind], 1)
                   for name, ts in pieces.items()}  # fmt: skip
-        inputs["initial_state"] = None if kind or x.initial_state is None else rows_of(x.initial_state, own)
+        inputs["initial_state"] = None if kind or x.initial_state is None else rows_of(x.initial_state, ours)
         inputs["cu_seqlens"] = None if alone else context.place(bounds, x.q.device)
-        return Some(own, x._replace(**inputs), None if alone else bounds, tuple(n for k, n in stretches if k == kind))
+        return Some(ours, x._replace(**inputs), None if alone else bounds, tuple(n for k, n in stretches if k == kind))
 
     return some(True), some(False)
 
@@ -164,15 +164,15 @@ def _summarize(
     of them. ``others``: the results of pieces that begin here, if one of them continues."""
     (HV, V), K = x.v.shape[2:], x.q.shape[-1]
     dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-    found: dict[int, Tensor] = {}
+    maps_of: dict[int, Tensor] = {}
     if others is not None:
-        found = {row: F.pad(S, (K, 0)) for row, S in zip(begun.rows, others[1], strict=True)}  # nothing comes in
+        maps_of = {row: F.pad(S, (K, 0)) for row, S in zip(begun.rows, others[1], strict=True)}  # nothing comes in
     response = None
     if continued is not None and any(context.continues[row] for row in continued.rows):
         response = _respond(run, continued)
         _, B = continued.run(run)
-        found |= zip(continued.rows, torch.cat([response.Phi, B], dim=-1), strict=True)
-    maps = [found[row] for row, continues in enumerate(context.continues) if continues]
+        maps_of |= zip(continued.rows, torch.cat([response.Phi, B], dim=-1), strict=True)
+    maps = [maps_of[row] for row, continues in enumerate(context.continues) if continues]
     nothing = x.q.new_zeros(HV, K, K + V, dtype=dtype)
     return torch.stack(maps + [nothing] * (context.split.most_continuing - len(maps))), response
 

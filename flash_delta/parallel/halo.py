@@ -26,7 +26,7 @@ class Borders:
         self.split, self.rows, self.W = split, split.rows[rank], W
         self.continued = tuple(row for row, piece in enumerate(self.rows) if piece.continued)
         self.continuing = tuple(row for row, piece in enumerate(self.rows) if split.continues(piece))
-        self.own = [min(W, self.rows[row].tokens) for row in self.continuing]
+        self.counts = [min(W, self.rows[row].tokens) for row in self.continuing]  # of inputs that are sent
 
     @cached_property
     def sent(self) -> tuple[int, ...]:
@@ -52,12 +52,12 @@ class Borders:
         for row in self.continuing:
             piece = self.rows[row]
             mine = [self.split.sent[piece] * self.W + w for w in range(self.W)]
-            found: dict[int, list[int]] = {number: [] for number in mine}
+            of_place: dict[int, list[int]] = {number: [] for number in mine}
             for other in self.split.right(piece):
                 for number, place in _taken(self.split, other, self.W):
-                    if number in found:
-                        found[number].append(self.split.taken[other] * self.W + place)
-            takers += found.values()
+                    if number in of_place:
+                        of_place[number].append(self.split.taken[other] * self.W + place)
+            takers += of_place.values()
         rounds = max(map(len, takers), default=0)
         return [tuple(t[i] if i < len(t) else nothing for t in takers) for i in range(rounds)]
 
@@ -102,20 +102,20 @@ def _tails(context: Part, borders: Borders, x: Tensor, state: Tensor) -> Tensor:
     count = len(borders.continuing)
     if count:
         tails[:count] = x.index_select(0, context.place(borders.sent, x.device)).unflatten(0, (-1, W))
-    for i, (row, own) in enumerate(zip(borders.continuing, borders.own, strict=True)):
-        if own < W:
-            tails[i, : W - own] = 0 if context.continued[row] else state[row, :, own:].mT.to(x.dtype)
+    for i, (row, count) in enumerate(zip(borders.continuing, borders.counts, strict=True)):
+        if count < W:
+            tails[i, : W - count] = 0 if context.continued[row] else state[row, :, count:].mT.to(x.dtype)
     return tails
 
 
 def _taken(split: Split, piece: Piece, W: int) -> list[tuple[int, int]]:
     """The inputs that a continued piece takes, nearest first: the received row's number, and its place among the W."""
-    found, end = [], W
+    inputs, end = [], W
     for other, count in split.history(piece, W):
         first = split.sent[other] * W
-        found += [(first + W - 1 - i, end - 1 - i) for i in range(count)]
+        inputs += [(first + W - 1 - i, end - 1 - i) for i in range(count)]
         end -= count
-    return found
+    return inputs
 
 
 class _Exchange(torch.autograd.Function):
@@ -136,12 +136,12 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor):
         context, borders, count, W = ctx.context, ctx.borders, len(ctx.widths), ctx.borders.W
         dxs, dstates = list(gradients[:count]), list(gradients[count:])
-        given = dxs[0].new_zeros(context.split.most_continued, W, sum(ctx.widths))
+        taken = dxs[0].new_zeros(context.split.most_continued, W, sum(ctx.widths))
         if borders.continued:
-            rows = context.place(borders.continued, given.device)
-            given[: len(rows)] = torch.cat([d.index_select(0, rows).mT.to(given.dtype) for d in dstates], dim=-1)
+            rows = context.place(borders.continued, taken.device)
+            taken[: len(rows)] = torch.cat([d.index_select(0, rows).mT.to(taken.dtype) for d in dstates], dim=-1)
             dstates = [d.index_fill(0, rows, 0) for d in dstates]
-        everyones, work = context.gather(given)
+        everyones, work = context.gather(taken)
         work.wait()
         if borders.returned:
             _give_back(context, borders, everyones.flatten(0, 2), dxs, dstates)
@@ -156,8 +156,8 @@ def _give_back(context: Part, borders: Borders, everyones: Tensor, dxs: list[Ten
     dtails = sum(everyones.index_select(0, context.place(numbers, everyones.device)) for numbers in borders.returned)
     for i, part in enumerate(dtails.unflatten(0, (-1, W)).split(widths, dim=-1)):
         dxs[i], dstates[i] = dxs[i].clone(), dstates[i].clone()
-        for row, own, dtail in zip(borders.continuing, borders.own, part, strict=True):
+        for row, count, dtail in zip(borders.continuing, borders.counts, part, strict=True):
             piece = context.rows[row]
-            dxs[i][0, piece.stop - own : piece.stop] += dtail[W - own :]
-            if own < W and not piece.continued:
-                dstates[i][row, :, own:] += dtail[: W - own].mT
+            dxs[i][0, piece.stop - count : piece.stop] += dtail[W - count :]
+            if count < W and not piece.continued:
+                dstates[i][row, :, count:] += dtail[: W - count].mT

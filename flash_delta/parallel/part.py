@@ -52,8 +52,8 @@ class Part:
             raise ValueError(
                 f"x: expected {total} tokens, those of all ranks, in axis {dim}, got shape {list(x.shape)}"
             )
-        own = [x.narrow(dim, start, stop - start) for start, stop in self.split.fragments[self.rank]]
-        return own[0] if len(own) == 1 else torch.cat(own, dim)
+        parts = [x.narrow(dim, start, stop - start) for start, stop in self.split.fragments[self.rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def cu_seqlens(self, device: torch.device) -> Tensor:
         """``bounds`` as a tensor on ``device``."""
@@ -112,25 +112,25 @@ def _host_bounds(x: Tensor | Sequence[int]) -> tuple[int, ...]:
     return bounds
 
 
-def _shares(given: Sequence[int] | None, size: int, total: int) -> Sequence[int]:
-    if given is None:
+def _shares(tokens_per_rank: Sequence[int] | None, size: int, total: int) -> Sequence[int]:
+    if tokens_per_rank is None:
         return [total // size + (rank < total % size) for rank in range(size)]
-    if len(given) != size or any(share < 0 for share in given) or sum(given) < total:
+    if len(tokens_per_rank) != size or any(share < 0 for share in tokens_per_rank) or sum(tokens_per_rank) < total:
         expected = f"{size} numbers of tokens, one per rank, in all at least cu_seqlens[-1] = {total}"
-        raise ValueError(f"tokens_per_rank: expected {expected}, got {list(given)}")
-    return given
+        raise ValueError(f"tokens_per_rank: expected {expected}, got {list(tokens_per_rank)}")
+    return tokens_per_rank
 
 
-def check_fragments(given: Sequence[Sequence[Fragment]], size: int, total: int) -> None:
+def check_fragments(fragments: Sequence[Sequence[Fragment]], size: int, total: int) -> None:
     """Checks that each rank's fragments are in the order of the row, and that all together cover the row."""
-    if len(given) != size:
-        raise ValueError(f"fragments: expected a list for each of {size} ranks, got {len(given)}")
-    for rank, own in enumerate(given):
-        if not own or any(a > b for a, b in own) or any(b > c for (_, b), (c, _) in pairwise(own)):
+    if len(fragments) != size:
+        raise ValueError(f"fragments: expected a list for each of {size} ranks, got {len(fragments)}")
+    for rank, of_rank in enumerate(fragments):
+        if not of_rank or any(a > b for a, b in of_rank) or any(b > c for (_, b), (c, _) in pairwise(of_rank)):
             expected = "at least one pair (start, stop), in the order of the row"
-            raise ValueError(f"fragments: expected {expected}, got {list(own)} for rank {rank}")
+            raise ValueError(f"fragments: expected {expected}, got {list(of_rank)} for rank {rank}")
     end = 0
-    for start, stop in sorted(pair for own in given for pair in own if pair[0] < pair[1]):
+    for start, stop in sorted(pair for of_rank in fragments for pair in of_rank if pair[0] < pair[1]):
         if start != end:
             raise ValueError(f"fragments: expected every token once, got a fragment from {start} on after {end} tokens")
         end = stop

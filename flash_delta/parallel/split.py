@@ -37,7 +37,7 @@ class Split:
 
     def __init__(self, cu_seqlens: tuple[int, ...], fragments: Sequence[Sequence[Fragment]]):
         self.cu_seqlens = cu_seqlens
-        self.fragments = tuple(tuple(_joined(own)) for own in fragments)
+        self.fragments = tuple(tuple(_joined(of_rank)) for of_rank in fragments)
         held = sorted((*f, rank, at) for rank in range(len(fragments)) for f, at in self.places(rank))
         self.total = max((stop for _, stop, *_ in held), default=0)
         self.chains = tuple(tuple(chain) for chain in _chains(cu_seqlens, held))
@@ -90,13 +90,13 @@ class Split:
 
         The first piece of the sequence always has enough, because it also has the inputs before the first token.
         """
-        found = []
+        sources = []
         for other in reversed(self.left(piece)):
             count = min(size, other.tokens) if other.continued else size
             if count:
-                found.append((other, count))
+                sources.append((other, count))
             size -= count
-        return found
+        return sources
 
 
 def head_tail(cu_seqlens: Sequence[int], ranks: int) -> tuple[tuple[Fragment, ...], ...]:
@@ -112,13 +112,13 @@ def head_tail(cu_seqlens: Sequence[int], ranks: int) -> tuple[tuple[Fragment, ..
         (((0, 2), (6, 10), (14, 16)), ((2, 6), (10, 14)))
     """
     parts = 2 * ranks
-    own: list[list[Fragment]] = [[] for _ in range(ranks)]
+    of_rank: list[list[Fragment]] = [[] for _ in range(ranks)]
     for start, stop in pairwise(map(int, cu_seqlens)):
         length, more = divmod(stop - start, parts)
         cuts = [start + length * i + min(i, more) for i in range(parts + 1)]
         for rank in range(ranks):
-            own[rank] += [(cuts[i], cuts[i + 1]) for i in (rank, parts - 1 - rank)]
-    return tuple(tuple(_joined(fragments)) for fragments in own)
+            of_rank[rank] += [(cuts[i], cuts[i + 1]) for i in (rank, parts - 1 - rank)]
+    return tuple(tuple(_joined(fragments)) for fragments in of_rank)
 
 
 def _joined(fragments: Sequence[Fragment]) -> Iterator[Fragment]:
@@ -162,4 +162,4 @@ def _by_place(piece: Piece) -> tuple[int, int]:
 
 
 def _numbers(pieces: list[list[Piece]], most: int) -> dict[Piece, int]:
-    return {p: rank * most + i for rank, own in enumerate(pieces) for i, p in enumerate(own)}
+    return {p: rank * most + i for rank, of_rank in enumerate(pieces) for i, p in enumerate(of_rank)}

@@ -37,7 +37,7 @@ def generate_text(
     if max_tokens == 0:
         return ""
     drawn = {"temperature": temperature, "top_k": top_k or 0} if temperature else {}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # it warns if it has to choose among several
         torch.manual_seed(seed)
         ids, mask = tokens.input_ids, tokens.attention_mask
         made = model.eval().generate(
