@@ -30,20 +30,22 @@ from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _backend
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Gate, Inputs, Problem
 from flash_delta.reference import backend as torch_backend
 from flash_delta.testing import MEMBERS, make_inputs
 from flash_delta.testing.cases import CASES
 from workshop.gate.cases.hopper import CASES as CASES_COMPILED
 
 BY_NAME = {case.name: case for case in CASES}
-KDA = {"gate": "channel", "raw_gate": True, "lower_bound": -5.0, "g_dtype": torch.bfloat16}
+BOUNDED, FREE = (Gate("channel", True, bound, torch.bfloat16) for bound in (-5.0, None))
+HALF, LOGS = BOUNDED._replace(dtype=torch.float16), Gate("channel", False, -5.0, torch.float32)
+KDA = {"gate": BOUNDED}
 
 
 def problem(**changes) -> Problem:
     described = Problem(
-        "chunk_gated_delta_rule", 1, 8192, 16, 32, 128, 128, 4, torch.bfloat16, torch.device("cuda", 0), "scalar",
-        "decayed", 1.0, packed=True, most_beta=1.0,
+        "chunk_gated_delta_rule", 1, 8192, 16, 32, 128, 128, 4, torch.bfloat16, torch.device("cuda", 0),
+        Gate("scalar"), "decayed", 1.0, packed=True, most_beta=1.0,
     )  # fmt: skip
     return described._replace(**changes)
 
@@ -59,8 +61,8 @@ def on_a_card(monkeypatch):
     ("changes", "reason"),
     [
         ({}, None),
-        ({"dtype": torch.float16, "l2norm": True, "raw_gate": True, "raw_beta": True}, None),
-        ({"gate": "none", "packed": False, "B": 4, "state_v_first": True}, None),
+        ({"dtype": torch.float16, "l2norm": True, "gate": Gate("scalar", True), "raw_beta": True}, None),
+        ({"gate": Gate("none"), "packed": False, "B": 4, "state_v_first": True}, None),
         ({"device": torch.device("cpu")}, "a Hopper GPU"),
         ({"K": 64, "V": 64}, None),
         ({"K": 256, "V": 256}, None),
@@ -73,12 +75,12 @@ def on_a_card(monkeypatch):
         ({"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
         ({"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
         (KDA, None),
-        (KDA | {"lower_bound": None}, None),
-        (KDA | {"raw_gate": False, "g_dtype": torch.float32}, None),
+        ({"gate": FREE}, None),
+        ({"gate": LOGS}, None),
         (KDA | {"needs_grad": True, "disable_recompute": True}, None),
-        (KDA | {"g_dtype": torch.float16}, "g has to be torch.bfloat16 or torch.float32, it is torch.float16"),
+        ({"gate": HALF}, "g has to be torch.bfloat16 or torch.float32, it is torch.float16"),
         (KDA | {"pool": torch.float32}, None),
-        (KDA | {"pool": torch.bfloat16, "lower_bound": None, "checkpoint_offsets": True}, None),
+        ({"gate": FREE, "pool": torch.bfloat16, "checkpoint_offsets": True}, None),
         (KDA | {"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
         (KDA | {"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
         (KDA | {"pool": torch.float32, "K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
@@ -169,7 +171,7 @@ def test_what_else_is_said_of_a_call(on_a_card):
     parts = "it scans half a state per program; where gates forget one kernel does it all in 4 parts"
     assert backend.remark(problem(**KDA, N=1)) == parts
     assert backend.remark(problem(**KDA, N=8)) == "one kernel does it all"
-    logs = KDA | {"lower_bound": None, "g_dtype": torch.float32}
+    logs = {"gate": FREE._replace(dtype=torch.float32)}
     assert backend.remark(problem(**logs, N=8)) == "one kernel does it all"
     assert backend.remark(problem(**KDA, N=1, HV=64)) == "one kernel does it all", "with half a state per program"
     assert backend.remark(problem(**KDA, N=1, batch_invariant=True)) == "'triton' scans the states"
@@ -241,13 +243,13 @@ def test_prompts_of_any_number_of_heads(on_a_card, HV):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"HV": 64}, {"HV": 32}, {"HV": 8, "batch_invariant": True}, {"HV": 64, "lower_bound": None}],
+    [{"HV": 64}, {"HV": 32}, {"HV": 8, "batch_invariant": True}, {"HV": 64, "gate": FREE}],
 )
 def test_prompts_with_a_decay_per_channel_come_here(on_a_card, monkeypatch, changes):
     for module in (backend, triton):
         monkeypatch.setattr(module, "remark", lambda problem: None)
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
-    p = problem(**KDA | {"lower_bound": -5.0} | changes, pool=torch.float32)
+    p = problem(**KDA | changes, pool=torch.float32)
     assert _backend.choose_backend(p, None) == "hopper"
 
 
@@ -398,7 +400,8 @@ def test_rates(raw, HV):
     x = x._replace(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
     if raw:
         x = x._replace(A_log=torch.rand(HV), dt_bias=torch.randn(HV))
-    p = problem(T=T, H=H, HV=HV, N=3, dtype=q.dtype, device=q.device, scale=0.3, l2norm=raw, raw_gate=raw, raw_beta=raw)
+    p = problem(T=T, H=H, HV=HV, N=3, dtype=q.dtype, device=q.device, scale=0.3, l2norm=raw)
+    p = p._replace(gate=Gate("scalar", raw).of(x.g, x.A_log, x.dt_bias), raw_beta=raw)
     o, out = torch.empty(1, T, HV, 128), rates.new_rates(p)
     rates.run_rates(make_call(p, x, ("test",)), o, out)
     g, beta = x.g[0], x.beta[0]

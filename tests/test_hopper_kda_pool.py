@@ -28,7 +28,7 @@ from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import _run
 from flash_delta.ops.serving.around import around_of
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import Gate, Inputs, Problem, Slots
 from flash_delta.testing import allowed, products_in, relative_error
 from tests.gluon_emulator import Kernel, emulated
 
@@ -288,7 +288,7 @@ def test_nothing_to_do(launched, lengths):
 
 def test_launches_for_the_prompts_that_there_may_be():
     p = Problem(
-        "prefill_kda", 1, 64 + 2048, 64, 64, 128, 128, 65, torch.bfloat16, torch.device("cuda", 0), "channel",
+        "prefill_kda", 1, 64 + 2048, 64, 64, 128, 128, 65, torch.bfloat16, torch.device("cuda", 0), Gate("channel"),
         "decayed", 1.0, packed=True, pool=torch.float32,
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import _run
 from flash_delta.ops.serving.around import around_of
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import Gate, Inputs, Problem, Slots
 from tests.gluon_emulator import Kernel, emulated, take_every_call
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
@@ -350,8 +350,8 @@ def test_without_a_pool(launched, monkeypatch, initial, v_first):
 
 def problem(**changes):
     p = Problem(
-        "prefill_gated_delta_rule", 1, 32768, 2, 8, 128, 128, 1, torch.bfloat16, torch.device("cuda", 0), "scalar",
-        "decayed", 1.0, packed=True, pool=torch.float32,
+        "prefill_gated_delta_rule", 1, 32768, 2, 8, 128, 128, 1, torch.bfloat16, torch.device("cuda", 0),
+        Gate("scalar"), "decayed", 1.0, packed=True, pool=torch.float32,
     )  # fmt: skip
     return p._replace(**changes)
 

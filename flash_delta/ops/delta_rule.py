@@ -66,7 +66,7 @@ def chunk_delta_rule(
     inputs = Inputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     options = {
         "op": op,
-        "gate": "none",
+        "gate": ("none",),
         "erase": "decayed",
         "scale": scale,
         "chunk_size": chunk_size,

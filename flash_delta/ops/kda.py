@@ -126,13 +126,11 @@ def chunk_kda(
     inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
         "op": op,
-        "gate": "channel",
+        "gate": ("channel", use_gate_in_kernel, lower_bound),
         "erase": "decayed",
         "scale": scale,
         "chunk_size": chunk_size,
         "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "lower_bound": lower_bound,
         "raw_beta": use_beta_sigmoid_in_kernel,
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
@@ -218,13 +216,11 @@ def fused_recurrent_kda(
     inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
         "op": op,
-        "gate": "channel",
+        "gate": ("channel", use_gate_in_kernel, lower_bound),
         "erase": "decayed",
         "scale": scale,
         "recurrent": True,
         "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "lower_bound": lower_bound,
         "raw_beta": use_beta_sigmoid_in_kernel,
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),

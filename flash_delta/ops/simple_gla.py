@@ -73,7 +73,7 @@ def chunk_simple_gla(
     inputs = Inputs(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
     options = {
         "op": op,
-        "gate": "none" if g is None else "scalar",
+        "gate": ("none" if g is None else "scalar",),
         "erase": None,
         "scale": scale,
         "chunk_size": chunk_size,

@@ -35,6 +35,7 @@ from flash_delta.problem.marks import (
     Schema,
     marked,
 )
+from flash_delta.problem.parts import Gate
 from flash_delta.problem.rule import Around, Inputs, Outputs, Problem, Slots
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "ConvolvedHeads",
     "ElementwiseInputs",
     "ElementwiseProblem",
+    "Gate",
     "GateProblem",
     "Gated",
     "Inputs",

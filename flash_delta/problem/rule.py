@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.problem.marks import Compiled, Schema
+from flash_delta.problem.parts import Gate
 
 
 class Problem(NamedTuple):
@@ -26,11 +27,10 @@ class Problem(NamedTuple):
     N: int
     dtype: torch.dtype  # of q, k, v and o
     device: Compiled[torch.device]
-    gate: Schema[Compiled[Literal["none", "scalar", "channel"]]]  # no decay, one per value head, one per key channel
+    gate: Schema[Gate]
     # The state that the delta rule reads: after or before this token's decay. None: no delta rule (simple GLA).
     erase: Schema[Compiled[Literal["decayed", "undecayed"] | None]]
     scale: Schema[float]
-    g_dtype: torch.dtype | None = None  # of g, often wider than q; None: there is no g
     chunk_size: Schema[int] = 64
     recurrent: Schema[bool] = False  # the forward runs token by token
     erase_keys: bool = False  # tokens erase with Inputs.p and write with k
@@ -38,9 +38,6 @@ class Problem(NamedTuple):
     lengths: tuple[int, ...] | None = None
     packed: Compiled[bool] = False  # B = 1 and the row holds N sequences
     l2norm: Schema[Compiled[bool]] = False  # q, k (and p) are normalised first
-    raw_gate: Schema[Compiled[bool]] = False  # the log decay is computed from a raw g, A_log, dt_bias and lower_bound
-    # The bound of a raw gate; None: the softplus gate. For given log decays: a smaller one counts as the bound.
-    lower_bound: Schema[float | None] = None
     raw_beta: Schema[Compiled[bool]] = False  # beta is a logit
     beta_range: Schema[float] = 1.0  # the sigmoid is multiplied by it: 2 allows negative eigenvalues
     most_beta: Schema[float] = 2.0  # how large beta can be: 1 or 2
@@ -70,7 +67,7 @@ class Problem(NamedTuple):
     @property
     def decodable(self) -> bool:
         """Whether serving supports this member: a decay, and keys that erase what they write from the decayed state."""
-        return self.gate != "none" and self.erase == "decayed" and not self.erase_keys
+        return self.gate.kind != "none" and self.erase == "decayed" and not self.erase_keys
 
     @property
     def writes_states(self) -> bool:

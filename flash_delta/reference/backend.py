@@ -18,7 +18,7 @@ def unsupported(problem: Problem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.pool is not None and problem.device.type != "cpu":
         return f"it reads the indices of slots on the host, but they are on {problem.device}"
-    if problem.gate == "channel" and problem.erase == "undecayed":
+    if problem.gate.kind == "channel" and problem.erase == "undecayed":
         return "with a decay per channel it erases from the decayed state"
     if problem.erase is None and problem.erase_keys:
         return "it has no use for erase keys (p) in a rule that erases nothing"

@@ -85,7 +85,7 @@ def unsupported(problem: Problem) -> str | None:
         return "it does not return the states of chunks"
     if (problem.HV > MOST_PROGRAMS or _scans_in_triton(problem)) and (reason := crowded(problem)) is not None:
         return reason
-    if problem.gate == "channel":
+    if problem.gate.kind == "channel":
         return channel.unsupported(problem) or _unsupported_pool(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
@@ -104,7 +104,7 @@ def unsupported(problem: Problem) -> str | None:
 
 def _scans_in_triton(p: Problem) -> bool:
     """Whether kernels of ``triton`` may scan the states, forward or back."""
-    if p.gate == "channel":
+    if p.gate.kind == "channel":
         return p.needs_grad or (p.batch_invariant and p.pool is None)
     return p.needs_grad and scalar_backward.unsupported(p) is not None
 
@@ -146,7 +146,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Empty tensors like those that ``forward`` saves. If columns run as heads, nothing is saved, since the backward
     pass needs whole heads. It computes everything again."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # not symbols: kernels are compiled for them
-    if p.gate == "channel" and not channel.saves(fixed):
+    if p.gate.kind == "channel" and not channel.saves(fixed):
         return ()
     saved = _for_backward(padded(fixed))
     return () if saved is None else (saved.buffer,)
@@ -154,7 +154,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     check_states(p.op)
-    if p.gate == "channel" and p.N * p.T:
+    if p.gate.kind == "channel" and p.N * p.T:
         return channel.forward(p, x, known)
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
@@ -280,7 +280,7 @@ def backward(
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
         return gradients_of(x, made)
-    if p.gate == "channel" and p.N * p.T:
+    if p.gate.kind == "channel" and p.N * p.T:
         return channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or scalar_backward.unsupported(p) is not None:
         return triton.backward(p, x, (), do, dfinal, known)
@@ -300,7 +300,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     if p.N * p.T == 0:  # there is nothing to scan: at most states are copied or zeros written
         return triton.prefill(p, x, s, around, known)
     check_states(p.op)
-    if p.gate == "channel":
+    if p.gate.kind == "channel":
         return channel_prefill.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
     w, convolved = new_listed_scan(p, chip_of(p.device)), new_convolved(p)
@@ -328,7 +328,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 def _for_backward(p: Problem) -> Workspace | None:
     """The workspace of what the forward pass saves. It is None if ``triton`` runs the backward pass. That pass computes
     everything again, since it keeps A in another form."""
-    if p.gate == "channel":
+    if p.gate.kind == "channel":
         return triton.for_backward(p)
     return None if scalar_backward.unsupported(p) else scalar_backward.for_backward(p)
 
@@ -358,7 +358,7 @@ def _handed(segmented: SegmentedScan | None, tape: Tape | None, *, planned: bool
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
-    if p.gate == "channel":
+    if p.gate.kind == "channel":
         return channel_prefill.workspace_bytes(p, x)
     own = new_listed_scan(p._replace(device=torch.device("meta")), chip_of(p.device)).memory
     copied = () if p.taps else (t for t in x[:3] if not describable(t))
@@ -367,7 +367,7 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
 
 def remark(p: Problem) -> str | None:
     """What `explain` says: whether sequences are split, which backend runs the backward pass, and how fine A is."""
-    if p.gate == "channel":
+    if p.gate.kind == "channel":
         return channel.remark(p) if p.pool is None else channel_prefill.remark(p)
     wide, said = padded(p), []
     if wide is not p:

@@ -59,12 +59,10 @@ def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
     p, x = c.p, c.x
     return {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
-        "GATE": p.gate == "scalar", "CHANNEL": p.gate == "channel", "RAW_GATE": p.raw_gate,
-        "BOUNDED": p.lower_bound is not None, "HAS_A": x.A_log is not None, "HAS_BIAS": x.dt_bias is not None,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
         "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, c.shape.chip),
         "OVERLAP": overlaps(p, c.shape.chip), "SHORT": short(p), "WIDTH": p.K, "V_FIRST": p.state_v_first,
-        "REFLECTS": p.most_beta > 1,
+        "REFLECTS": p.most_beta > 1, **p.gate.constants(),
     }  # fmt: skip
 
 

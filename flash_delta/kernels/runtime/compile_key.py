@@ -36,7 +36,9 @@ Flags = NamedTuple(
     [
         ("kind", tuple),
         *marked(Problem, Compiled).items(),
-        ("bounded", bool),  # Problem.lower_bound is there
+        ("gate", str),  # Gate.kind
+        ("raw_gate", bool),
+        ("bounded", bool),  # there is a Gate.bound
         ("reflects", bool),  # Problem.most_beta is above 1
         ("alone", bool),  # decoding with one token per row
     ],
@@ -71,7 +73,8 @@ def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
 
 
 def flags_of(p: Problem, kind: tuple) -> Flags:
-    return Flags(kind, *_compiled(p), p.lower_bound is not None, p.most_beta > 1, kind in (DECODE, STEP) and alone(p))
+    gate = p.gate.kind, p.gate.raw, p.gate.bound is not None
+    return Flags(kind, *_compiled(p), *gate, p.most_beta > 1, kind in (DECODE, STEP) and alone(p))
 
 
 def elementwise_flags_of(p: ElementwiseProblem, kind: tuple) -> NamedTuple:

@@ -69,7 +69,7 @@ def unsupported(problem: Problem) -> str | None:
     if torch.float64 in (problem.dtype, problem.pool, problem.write_pool):
         pool = "" if problem.pool is None else f", the pool is {problem.write_pool or problem.pool}"
         return f"it computes in float32, the tensors are {problem.dtype}{pool}"
-    if problem.gate == "channel" and not problem.decodable:
+    if problem.gate.kind == "channel" and not problem.decodable:
         return "with a decay per channel keys erase what they write, from the decayed state"
     if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
         return f"on a pool it runs {DECODED}"

@@ -34,9 +34,8 @@ Places = tuple[tuple[int, int, int, int, int, int], ...]
 class MixOptions(NamedTuple):
     """What matters about a mixer besides its tensors."""
 
-    gate: str
+    gate: tuple[str, bool, float | None]  # the first fields of a Gate
     scale: float | None
-    lower_bound: float | None
     neg_eigval: bool
     eps: float
     activation: str | None  # of the norm's gate
@@ -210,8 +209,6 @@ def rule_options(options: MixOptions) -> dict[str, Any]:
         "erase": "decayed",
         "scale": options.scale,
         "l2norm": True,
-        "raw_gate": True,
-        "lower_bound": options.lower_bound,
         "raw_beta": True,
         "neg_eigval": options.neg_eigval,
     }

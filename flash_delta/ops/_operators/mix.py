@@ -21,16 +21,15 @@ from flash_delta.ops._mixing.parts import (
     mix_forward,
     split,
 )
-from flash_delta.ops._operators.define import BackwardArguments, define
+from flash_delta.ops._operators.define import BackwardArguments, GateFields, define
 from flash_delta.problem import Inputs, Mixed, Problem
 
 
 class MixFields(NamedTuple):
     """`MixOptions` as an operator takes them, and whether there will be a backward pass."""
 
-    gate: str
+    gate: GateFields
     scale: float | None
-    lower_bound: float | None
     neg_eigval: bool
     eps: float
     activation: str | None
@@ -40,7 +39,7 @@ class MixFields(NamedTuple):
 
 def _options(fields: MixFields) -> MixOptions:
     places = tuple(zip(*[iter(fields.places)] * 6, strict=True))
-    return MixOptions(*fields[:6], places)
+    return MixOptions(*fields[:5], places)
 
 
 def _run(x: Mixed, cu_seqlens_cpu: Tensor | None, fields: MixFields, backend: str | None) -> list[Tensor]:

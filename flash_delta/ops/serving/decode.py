@@ -136,12 +136,11 @@ def decode_gated_delta_rule(
     around, eps, activation = around_of("decode_gated_delta_rule", convolution, output_norm)
     options = {
         "op": "decode_gated_delta_rule",
-        "gate": "scalar",
+        "gate": ("scalar", use_gate_in_kernel),
         "erase": "decayed",
         "scale": scale,
         "recurrent": True,
         "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
         "raw_beta": use_beta_sigmoid_in_kernel,
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_v_first,
@@ -227,13 +226,11 @@ def decode_kda(
     around, eps, activation = around_of("decode_kda", convolution, output_norm)
     options = {
         "op": "decode_kda",
-        "gate": "channel",
+        "gate": ("channel", use_gate_in_kernel, lower_bound),
         "erase": "decayed",
         "scale": scale,
         "recurrent": True,
         "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "lower_bound": lower_bound,
         "raw_beta": use_beta_sigmoid_in_kernel,
         "neg_eigval": allow_neg_eigval,
         "state_v_first": state_v_first,

@@ -151,9 +151,9 @@ def prefill_gated_delta_rule(
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
     around, eps, activation = around_of("prefill_gated_delta_rule", convolution, output_norm)
     options = {
-        "op": "prefill_gated_delta_rule", "gate": "scalar", "erase": "decayed", "scale": scale,
-        "l2norm": use_qk_l2norm_in_kernel, "raw_gate": use_gate_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "checkpoint_every": checkpoint_every,
+        "op": "prefill_gated_delta_rule", "gate": ("scalar", use_gate_in_kernel), "erase": "decayed", "scale": scale,
+        "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first, "checkpoint_every": checkpoint_every,
         "max_prompts": max_prompts, "batch_invariant": batch_invariant,
         "rolling": convolution is not None and convolution.rolling, "eps": eps, "activation": activation,
         "null_slot": null_slot,
@@ -240,9 +240,9 @@ def prefill_kda(
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
     around, eps, activation = around_of("prefill_kda", convolution, output_norm)
     options = {
-        "op": "prefill_kda", "gate": "channel", "erase": "decayed", "scale": scale, "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel, "lower_bound": lower_bound, "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "checkpoint_every": checkpoint_every,
+        "op": "prefill_kda", "gate": ("channel", use_gate_in_kernel, lower_bound), "erase": "decayed", "scale": scale,
+        "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first, "checkpoint_every": checkpoint_every,
         "max_prompts": max_prompts, "batch_invariant": batch_invariant,
         "rolling": convolution is not None and convolution.rolling, "eps": eps, "activation": activation,
         "null_slot": null_slot,

@@ -102,7 +102,7 @@ INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_
 def decode(
     q, k, v, g, beta, A_log, dt_bias, initial, pool, read_indices, write_indices, accepted, parents, has_initial_state,
     cu_seqlens, o,
-    N, T, most, slots, written_slots, null_slot, columns, first_written, scale, lower_bound, beta_range,
+    N, T, most, slots, written_slots, null_slot, columns, first_written, scale, bound, beta_range,
     source_stride, slot_stride, step_stride,
     q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token,
     read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
@@ -201,7 +201,7 @@ def decode(
             if write_indices is not None:
                 written_index = load_index(write_indices, b, t + 1, write_strides)
         S, ot = advance(
-            last, qt, kt, vt, a, bt, rate, bias, scale, lower_bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
+            last, qt, kt, vt, a, bt, rate, bias, scale, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
             NORM,
         )  # fmt: skip
         ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
@@ -234,7 +234,7 @@ def run_decode(c: Call, o: Tensor, *choice: Tile, after: bool = False) -> None:
             c, decode, (*pointers, *more, o), (programs, 1, 1), chosen,
             p.N, p.T, p.most_tokens or None, len(s.state_pool), len(pool) if apart else None, p.null_slot,
             1 if s.read_indices is None else s.read_indices.shape[-1], first_written_of(c), p.scale,
-            p.lower_bound or 0.0, p.beta_range, source.stride(0) if apart else None, slot,
+            p.gate.bound or 0.0, p.beta_range, source.stride(0) if apart else None, slot,
             token_stride(pool, 4), *(count for counts, _ in units for count in counts), *rows_of(s),
             *(strides for _, strides in units), AFTER=after, ROLLING=p.rolling, ALONE=one, STRIDES=tuple(inner),
             SOURCE=None if source is None else states(p, source)[1:],
