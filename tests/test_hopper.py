@@ -30,10 +30,11 @@ from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _backend
-from flash_delta.problem import Gate, Inputs, Problem
+from flash_delta.problem import Gate, Inputs, Pools, Problem
 from flash_delta.reference import backend as torch_backend
 from flash_delta.testing import MEMBERS, make_inputs
 from flash_delta.testing.cases import CASES
+from tests.changed import changed
 from workshop.gate.cases.hopper import CASES as CASES_COMPILED
 
 BY_NAME = {case.name: case for case in CASES}
@@ -69,21 +70,24 @@ def on_a_card(monkeypatch):
         ({"needs_grad": True}, None),
         ({"needs_grad": True, "disable_recompute": True}, None),
         ({"recurrent": True}, "chunk by chunk"),
-        ({"pool": torch.float32}, None),
-        ({"pool": torch.float16, "K": 64, "V": 64, "checkpoint_every": 64}, None),
-        ({"pool": torch.bfloat16, "K": 256, "V": 256}, "on a pool K and V have to be 64 or 128, both; they are 256"),
-        ({"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
-        ({"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
+        ({"pools": Pools()}, None),
+        ({"pools": Pools(dtype=torch.float16, checkpoint_every=64), "K": 64, "V": 64}, None),
+        (
+            {"pools": Pools(dtype=torch.bfloat16), "K": 256, "V": 256},
+            "on a pool K and V have to be 64 or 128, both; they are 256",
+        ),
+        ({"pools": Pools(plain=False)}, "gaps inside of its slots, or slots that do not begin at"),
+        ({"pools": Pools(dtype=torch.float64)}, "its states are float32, the pool is torch.float64"),
         (KDA, None),
         ({"gate": FREE}, None),
         ({"gate": LOGS}, None),
         (KDA | {"needs_grad": True, "disable_recompute": True}, None),
         ({"gate": HALF}, "g has to be torch.bfloat16 or torch.float32, it is torch.float16"),
-        (KDA | {"pool": torch.float32}, None),
-        ({"gate": FREE, "pool": torch.bfloat16, "checkpoint_offsets": True}, None),
-        (KDA | {"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
-        (KDA | {"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
-        (KDA | {"pool": torch.float32, "K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
+        (KDA | {"pools": Pools()}, None),
+        ({"gate": FREE, "pools": Pools(dtype=torch.bfloat16, checkpoint_offsets=True)}, None),
+        (KDA | {"pools": Pools(dtype=torch.float64)}, "its states are float32, the pool is torch.float64"),
+        (KDA | {"pools": Pools(plain=False)}, "gaps inside of its slots, or slots that do not begin at"),
+        (KDA | {"pools": Pools(), "K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
         (KDA | {"dtype": torch.float16}, "heads of 128 in bfloat16; they are 128 and 128 in torch.float16"),
         (KDA | {"K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
         (KDA | {"keep_states": True}, "states of chunks"),
@@ -98,13 +102,13 @@ def on_a_card(monkeypatch):
         ({"K": 60, "V": 100, "dtype": torch.float16, "needs_grad": True}, None),
         ({"K": 100, "V": 100, "needs_grad": True, "disable_recompute": True}, None),
         ({"K": 100, "V": 100, "needs_grad": True, "disable_recompute": True, "dtype": torch.float16}, None),
-        ({"K": 100, "V": 100, "pool": torch.float32}, "or both up to 128 without a pool; they are 100 and 100"),
+        ({"K": 100, "V": 100, "pools": Pools()}, "or both up to 128 without a pool; they are 100 and 100"),
         ({"K": 160, "V": 160}, "K has to be one of 64, 128, 256, and V a multiple of it up to 512, or both up to 128"),
         (KDA | {"K": 100, "V": 100}, "heads of 128 in bfloat16; they are 100 and 100"),
         ({"V": 640}, "up to 512"),
         ({"K": 64, "needs_grad": True}, None),
         ({"K": 64, "needs_grad": True, "disable_recompute": True}, None),
-        ({"K": 64, "pool": torch.float32}, "on a pool K and V have to be 64 or 128, both; they are 64 and 128"),
+        ({"K": 64, "pools": Pools()}, "on a pool K and V have to be 64 or 128, both; they are 64 and 128"),
         ({"scale": -1.0}, "scale has to be positive, it is -1.0"),
         ({"H": 65_536, "HV": 65_536}, "up to 65,535 heads"),
         ({"N": 70_000}, None),
@@ -156,18 +160,18 @@ def test_what_else_is_said_of_a_call(on_a_card):
     assert backend.remark(unknown) == parts
     for known in ({"lengths": (32000, 500, 200, 60, 8)}, {"needs_grad": True}, {"batch_invariant": True}):
         assert backend.remark(unknown._replace(**known)) != parts
-    prompt = problem(T=32768, N=1, HV=8, pool=torch.float32)
+    prompt = problem(T=32768, N=1, HV=8, pools=Pools())
     parts = "it scans prompts of 3200 tokens or more in up to 16 parts, side by side"
     assert backend.remark(prompt) == backend.remark(prompt._replace(batch_invariant=True, N=5)) == parts
     assert backend.remark(prompt._replace(HV=48)) is None
     assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None
-    prompts = problem(**KDA, pool=torch.float32)
+    prompts = problem(**KDA, pools=Pools())
     assert backend.remark(prompts._replace(HV=64)) == "one kernel scans the prompts"
-    assert backend.remark(prompts._replace(max_prompts=3)) == "one kernel scans the prompts"
+    assert backend.remark(changed(prompts, max_prompts=3)) == "one kernel scans the prompts"
     halves = "it scans half a state per program"
     assert backend.remark(prompts) == f"{halves}; one kernel scans more than 2 prompts"
     for alone in ({"N": 2}, {"max_prompts": 1}, {"batch_invariant": True}):
-        assert backend.remark(prompts._replace(**alone)) == halves
+        assert backend.remark(changed(prompts, **alone)) == halves
     parts = "it scans half a state per program; where gates forget one kernel does it all in 4 parts"
     assert backend.remark(problem(**KDA, N=1)) == parts
     assert backend.remark(problem(**KDA, N=8)) == "one kernel does it all"
@@ -237,7 +241,7 @@ def test_it_goes_first(on_a_card, monkeypatch, changes):
 
 @pytest.mark.parametrize("HV", [2, 16, 64])
 def test_prompts_of_any_number_of_heads(on_a_card, HV):
-    p = problem(HV=HV, pool=torch.float32)
+    p = problem(HV=HV, pools=Pools())
     assert backend.preference(p) > triton.preference(p)
 
 
@@ -249,7 +253,7 @@ def test_prompts_with_a_decay_per_channel_come_here(on_a_card, monkeypatch, chan
     for module in (backend, triton):
         monkeypatch.setattr(module, "remark", lambda problem: None)
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
-    p = problem(**KDA | changes, pool=torch.float32)
+    p = problem(**KDA | changes, pools=Pools())
     assert _backend.choose_backend(p, None) == "hopper"
 
 

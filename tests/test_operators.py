@@ -14,7 +14,7 @@ from torch import Tensor
 import flash_delta
 from flash_delta.kernels.runtime.compile_key import Flags, flags_of
 from flash_delta.ops._operators.define import BackwardArguments, define, schema_type
-from flash_delta.problem import Gate, Problem, Schema, marked
+from flash_delta.problem import Gate, Pools, Problem, Schema, marked
 
 PACKAGE = Path(flash_delta.__file__).parent
 NEW = {  # file -> the line behind which a field is added, and that field
@@ -69,7 +69,7 @@ def test_a_new_option_is_named_in_two_tables(tmp_path):
 def test_compile_keys_have_what_kernels_are_compiled_for():
     p = Problem(
         "op", 1, 1, 2, 4, 16, 32, 1, torch.float32, torch.device("cpu"), Gate("channel", False, -5.0), "decayed",
-        0.5, packed=True, l2norm=True, taps=4, window=3, activation="silu",
+        0.5, packed=True, l2norm=True, pools=Pools(activation="silu", taps=4, window=3),
     )  # fmt: skip
     want = {
         "kind": ("forward",), "device": p.device, "H": 2, "HV": 4, "K": 16, "V": 32, "gate": "channel",

@@ -200,9 +200,9 @@ def test_plain_pools():
     for apart, first, plain in ((size, 0, True), (size + 4, 0, True), (size + 3, 0, False), (size, 1, False)):
         pool = store[first:].as_strided((9, *shape), (apart, *x["state_pool"].stride()[1:]))
         p = flash_delta.explain(flash_delta.prefill_gated_delta_rule, **(x | {"state_pool": pool})).problem
-        assert p.plain_pool == plain, (apart, first)
+        assert p.pools.plain == plain, (apart, first)
     gaps = {"state_pool": torch.zeros(9, *shape[:-1], 2 * shape[-1])[..., ::2]}
-    assert not flash_delta.explain(flash_delta.prefill_gated_delta_rule, **(x | gaps)).problem.plain_pool
+    assert not flash_delta.explain(flash_delta.prefill_gated_delta_rule, **(x | gaps)).problem.pools.plain
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -35,7 +35,7 @@ from flash_delta.problem.marks import (
     Schema,
     marked,
 )
-from flash_delta.problem.parts import Gate
+from flash_delta.problem.parts import Gate, Pools
 from flash_delta.problem.rule import Around, Inputs, Outputs, Problem, Slots
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "NormProblem",
     "Normalized",
     "Outputs",
+    "Pools",
     "Problem",
     "Schema",
     "Slots",

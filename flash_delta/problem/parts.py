@@ -1,11 +1,11 @@
-"""Parts of problems."""
+"""Parts of problems: the gate, and what only serving calls have."""
 
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_delta.problem.marks import Schema
+from flash_delta.problem.marks import Compiled, Schema
 
 
 class Gate(NamedTuple):
@@ -31,3 +31,21 @@ class Gate(NamedTuple):
             "GATE": self.kind == "scalar", "CHANNEL": self.kind == "channel", "RAW_GATE": self.raw,
             "BOUNDED": self.bound is not None, "HAS_A": self.has_A, "HAS_BIAS": self.has_bias,
         }  # fmt: skip
+
+
+class Pools(NamedTuple):
+    """The part of a serving call: its pools, and what a layer does around the rule."""
+
+    eps: float | None = None  # of the gated norm after the rule; None: no norm
+    activation: Compiled[Literal["silu", "sigmoid"] | None] = None  # the activation of that norm's gate
+    rolling: Compiled[bool] = False  # slots of windows hold more: a draft's inputs, after those of its first window
+    null_slot: int = -1  # this index is padding, like indices out of range
+    checkpoint_every: int = 0  # prefill: tokens between two checkpoints; 0: no checkpoints
+    max_prompts: int | None = None  # prefill: at most so many sequences have over SHORT tokens; None: any number
+    dtype: torch.dtype = torch.float32  # of the pool whose slots hold the states
+    write_dtype: torch.dtype | None = None  # decoding: of the pool that is written; None: the same pool
+    plain: bool = True  # slots of states have no gaps inside and begin at multiples of 16 bytes
+    taps: Compiled[int] = 0  # taps of the short convolution before the rule; 0: no convolution
+    window: Compiled[int] = 0  # how many inputs of a channel a window in the convolution's pool holds
+    most_tokens: int = 0  # decoding of packed rows: rows with more tokens are padding; 0: rows are not packed
+    checkpoint_offsets: bool = False  # prefill: each sequence has one checkpoint, at its own offset

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.problem.marks import Compiled, Schema
-from flash_delta.problem.parts import Gate
+from flash_delta.problem.parts import Gate, Pools
 
 
 class Problem(NamedTuple):
@@ -45,20 +45,8 @@ class Problem(NamedTuple):
     keep_states: Schema[bool] = False  # also return the state at the start of every chunk
     disable_recompute: Schema[bool] = False  # the forward saves more, and the backward pass recomputes less
     needs_grad: Schema[bool] = False
-    taps: Compiled[int] = 0  # serving: taps of the short convolution before the rule; 0: no convolution
-    window: Compiled[int] = 0  # how many inputs of a channel a window in the convolution's pool holds
-    rolling: Compiled[bool] = False  # slots of that pool hold more: a draft's inputs, after those of its first window
-    eps: float | None = None  # serving: eps of the gated norm after the rule; None: no norm
-    activation: Compiled[Literal["silu", "sigmoid"] | None] = None  # the activation of that norm's gate
-    pool: torch.dtype | None = None  # serving: the dtype of the pool whose slots hold the states
-    write_pool: torch.dtype | None = None  # decoding: dtype of the pool that is written; None: the same pool
-    checkpoint_every: int = 0  # prefill: tokens between two checkpoints; 0: no checkpoints
-    most_tokens: int = 0  # decoding of packed rows: rows with more tokens are padding; 0: rows are not packed
-    checkpoint_offsets: bool = False  # prefill: each sequence has one checkpoint, at its own offset
-    plain_pool: bool = True  # slots have no gaps inside and begin at multiples of 16 bytes
-    max_prompts: int | None = None  # prefill: at most so many sequences have over SHORT tokens; None: any number
-    null_slot: int = -1  # serving: this index is padding, like indices out of range
     batch_invariant: Schema[Compiled[bool]] = False  # chunk ops, prefill: no sequence changes another one's bits
+    pools: Pools | None = None  # of a serving call
 
     @property
     def state_shape(self) -> tuple[int, ...]:

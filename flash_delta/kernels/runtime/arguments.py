@@ -68,7 +68,7 @@ def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
 
 def short(p: Problem) -> int:
     """The most tokens of a packed sequence that `decode` runs; 0 if it runs none."""
-    if not p.packed or p.pool is None or p.batch_invariant or p.most_tokens:
+    if not p.packed or p.pools is None or p.batch_invariant or p.pools.most_tokens:
         return 0
     return LONG if p.recurrent else SHORT
 

@@ -198,12 +198,12 @@ FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(1, 1, 8)}, 128
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """The tiles of decoding. ``every``: all tiles that other batch sizes may choose. A row's bits do not depend on the
     tile, since a tile of few rows has as many warps as a wider one, and its sums go over the same threads."""
-    channel, size = p.gate.kind == "channel", max(p.pool.itemsize, (p.write_pool or p.pool).itemsize)
+    size = max(p.pools.dtype.itemsize, (p.pools.write_dtype or p.pools.dtype).itemsize)
     usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
     usual_heads, one_token = p.state_v_first and 64 < p.K <= 128, p.T == 1 and not p.packed
     if usual_heads and one_token and size == 4 and family(chip.target) == "sm_90":
         usual = usual._replace(registers=ONE_TOKEN_REGISTERS)
-    if channel or not usual_heads or p.V <= 64:
+    if p.gate.kind == "channel" or not usual_heads or p.V <= 64:
         return (usual,)
     few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS * chip.processors
     return (FEW[size], usual) if every else (FEW[size] if few else usual,)
@@ -243,7 +243,7 @@ def plan_segments(p: Problem, chip: Chip) -> Segments | None:
 
 def plan_endless(p: Problem, chip: Chip) -> Segments | None:
     """The plan for one endless sequence. None if such calls are never split. Then nothing is compiled for splits."""
-    if p.pool is not None or p.batch_invariant or p.writes_states:
+    if p.pools is not None or p.batch_invariant or p.writes_states:
         return None
     return _plan_segments(p.gate.kind == "channel", chip, p.dtype, p.HV, p.K, p.V, 1, ENDLESS)
 

@@ -19,9 +19,20 @@ NULLS = "a number of at least 0 or None (an index below 0 is padding in any case
 CHUNKS = f"one of {', '.join(map(str, CHUNK_SIZES))}"
 
 
+class PoolOptions(NamedTuple):
+    """The options that only serving ops have. They are the first fields of Pools, where numbers stand for None."""
+
+    eps: float | None = None
+    activation: str | None = None
+    rolling: bool = False
+    null_slot: int | None = None
+    checkpoint_every: int | None = None
+    max_prompts: int | None = None
+
+
 class Options(NamedTuple):
     """The options of an op: all arguments except tensors. A flag is annotated with the name that callers use. Before
-    `cast`, ``gate`` may be any tuple of a Gate's first fields, because making a Gate takes 0.3 us."""
+    `cast`, ``gate`` and ``pools`` may be plain tuples of first fields, because making a named tuple takes 0.3 us."""
 
     op: str
     gate: Gate
@@ -36,13 +47,8 @@ class Options(NamedTuple):
     state_v_first: Annotated[bool, "state_v_first"] = False
     keep_states: Annotated[bool, "return_intermediate_states"] = False
     disable_recompute: Annotated[bool, "disable_recompute"] = False
-    checkpoint_every: int | None = None
-    max_prompts: int | None = None
-    null_slot: int | None = None
     batch_invariant: Annotated[bool, "batch_invariant"] = False
-    eps: float | None = None
-    activation: str | None = None
-    rolling: Annotated[bool, "convolution.rolling"] = False
+    pools: PoolOptions | None = None  # of a serving op
 
 
 _hints = get_type_hints(Options, include_extras=True)
@@ -55,15 +61,12 @@ def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
 
 def cast(options: Options) -> Options:
     """Returns the options with Python's own numbers. Raises ValueError if a value is not a number or out of range."""
-    op, scale, eps, gate = options.op, options.scale, options.eps, Gate(*options.gate)
-    every, most, null, doubled = options.checkpoint_every, options.max_prompts, options.null_slot, options.neg_eigval
+    op, scale, gate, doubled = options.op, options.scale, Gate(*options.gate), options.neg_eigval
     if isinstance(scale, Tensor):  # the host would have to fetch its value, and its gradient would be lost
         refuse(op, "scale", "a number or None (o is proportional to it: multiply o by a tensor)", "a tensor")
     size = as_int(op, "chunk_size", options.chunk_size, CHUNKS, CHUNK_SIZES[0])
     if size not in CHUNK_SIZES:
         refuse(op, "chunk_size", CHUNKS, size)
-    if every is not None:
-        every = as_int(op, "checkpoint_every", every, "a positive multiple of 64 or None", 64, step=64)
     return options._replace(
         scale=None if scale is None else as_float(op, "scale", scale, "a number or None"),
         chunk_size=size,
@@ -72,11 +75,21 @@ def cast(options: Options) -> Options:
             raw=as_bool(op, "use_gate_in_kernel", gate.raw),
         ),
         neg_eigval=None if doubled is None else as_bool(op, "allow_neg_eigval", doubled),
-        checkpoint_every=every,
-        max_prompts=None if most is None else as_int(op, "max_prompts", most, "a number of at least 0 or None", 0),
-        null_slot=None if null is None else as_int(op, "null_slot", null, NULLS, 0),
-        eps=None if eps is None else as_eps(op, "output_norm.eps", eps),
+        pools=None if options.pools is None else _cast_pools(op, PoolOptions(*options.pools)),
         **{field: as_bool(op, name, getattr(options, field)) for field, name in FLAGS.items()},
+    )
+
+
+def _cast_pools(op: str, o: PoolOptions) -> PoolOptions:
+    most, every, null = o.max_prompts, o.checkpoint_every, o.null_slot
+    multiple = "a positive multiple of 64 or None"
+    return PoolOptions(
+        None if o.eps is None else as_eps(op, "output_norm.eps", o.eps),
+        o.activation,
+        as_bool(op, "convolution.rolling", o.rolling),
+        None if null is None else as_int(op, "null_slot", null, NULLS, 0),
+        None if every is None else as_int(op, "checkpoint_every", every, multiple, 64, step=64),
+        None if most is None else as_int(op, "max_prompts", most, "a number of at least 0 or None", 0),
     )
 
 

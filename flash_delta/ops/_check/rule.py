@@ -13,7 +13,7 @@ from flash_delta.ops._transforms import is_traced, refuse_transforms
 from flash_delta.problem import Gate, Inputs, Problem, needs_gradient
 
 # The options that become fields of a Problem without a change.
-SAME = sorted({*Options._fields} & {*Problem._fields} - {"gate", "scale", "checkpoint_every", "null_slot"})
+SAME = sorted({*Options._fields} & {*Problem._fields} - {"gate", "scale", "pools"})
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -58,9 +58,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=x.q.dtype, device=x.q.device, packed=x.cu_seqlens is not None,
         scale=K**-0.5 if scale is None else scale, gate=gate.of(x.g, x.A_log, x.dt_bias),
         beta_range=2.0 if options.raw_beta and options.neg_eigval else 1.0, most_beta=_most_beta(x, options),
-        erase_keys=x.p is not None, lengths=lengths,
-        checkpoint_every=options.checkpoint_every or 0,
-        null_slot=-1 if options.null_slot is None else options.null_slot, needs_grad=needs_gradient(x),
+        erase_keys=x.p is not None, lengths=lengths, needs_grad=needs_gradient(x),
         **{name: getattr(options, name) for name in SAME},
     )  # fmt: skip
 

@@ -204,11 +204,6 @@ def split(projected: Sequence[Tensor | None], places: Places) -> list[Tensor | N
 
 def rule_options(options: MixOptions) -> dict[str, Any]:
     return {
-        "op": OP,
-        "gate": options.gate,
-        "erase": "decayed",
-        "scale": options.scale,
-        "l2norm": True,
-        "raw_beta": True,
+        "op": OP, "gate": options.gate, "erase": "decayed", "scale": options.scale, "l2norm": True, "raw_beta": True,
         "neg_eigval": options.neg_eigval,
-    }
+    }  # fmt: skip

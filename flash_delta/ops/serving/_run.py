@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
-from flash_delta.ops._check.options import Options, cast
+from flash_delta.ops._check.options import Options, PoolOptions, cast
 from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._check.serving import describe, refuse_gradients
 from flash_delta.ops._execute import serve
@@ -64,7 +64,8 @@ def _without(fields: type, *names: str, **kinds: type) -> type:
 
 # Without fields that no serving op has. For an operator that writes tensors, PyTorch compares all pairs of arguments.
 Tensors = _without(Inputs, "p", "initial_state")
-Chosen = _without(Options, "optional_beta", "chunk_size", "keep_states", "disable_recompute", gate=GateFields)
+SHARED = ("optional_beta", "chunk_size", "keep_states", "disable_recompute")
+Chosen = _without(Options, *SHARED, gate=GateFields, pools=PoolOptions)
 
 
 def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str | None) -> None:

@@ -24,7 +24,7 @@ def crowded(p: Problem) -> str | None:
     if p.HV > MOST_PROGRAMS:
         return f"it scans up to {MOST_PROGRAMS:,} heads side by side, there are {p.HV:,}"
     most, when = (MOST_PROGRAMS // 2, "with gradients ") if p.needs_grad else (MOST_PROGRAMS - 1, "")
-    if most < p.N and (p.pool is None or p.batch_invariant):
+    if most < p.N and (p.pools is None or p.batch_invariant):
         return f"{when}it scans up to {most:,} sequences side by side, there are {p.N:,}"
     return None
 

@@ -98,7 +98,7 @@ def run_scan_to_offset(c: Call, s: Slots, *, before: bool) -> None:
     for t in decode_tiles(p, c.shape.chip, every(c)):
         launch_rule(
             c, scan_to_offset, pointers, (p.N * p.HV * -(-p.V // columns(p, t)), 1, 1), t,
-            p.N, p.T, len(s.state_pool), p.null_slot, p.gate.bound or 0.0, p.beta_range, slot,
+            p.N, p.T, len(s.state_pool), p.pools.null_slot, p.gate.bound or 0.0, p.beta_range, slot,
             *(token for (_, token), _ in per_token), *(table(t)[0] for t in indices),
             *(strides for _, strides in per_token), STRIDES=tuple(inner), BEFORE=before, contracts=False,
         )  # fmt: skip
