@@ -93,7 +93,7 @@ class Slots(NamedTuple):
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
     parent_idx: Tensor | None = None  # [B, T]: the token that each continues; -1, and for the first: the row
     has_initial_state: Tensor | None = None  # [N], bool; False: start from zeros; None: all True
-    checkpoint_indices: Tensor | None = None  # [N, M]: for states after each Problem.checkpoint_every tokens; or [N]:
+    checkpoint_indices: Tensor | None = None  # [N, M]: for states after each Pools.checkpoint_every tokens; or [N]:
     checkpoint_offsets: Tensor | None = None  # for the states after so many tokens, [N]; out of range: for none
     out: Tensor | None = None  # [B, T, HV, V] in Problem.dtype, without gaps; None: new memory
     write_pool: Tensor | None = None  # where states go instead: slots, or [rows, S, HV, ..] with token t's at [row, t]

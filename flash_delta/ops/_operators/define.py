@@ -24,7 +24,12 @@ NAMESPACE = PACKAGE.replace(".", "_")
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # operators live as long as this object
 
 
-GateFields = NamedTuple("GateFields", list(marked(Gate, Schema).items()))
+def named(name: str, fields: dict[str, Any], *without: str, **kinds: Any) -> Any:
+    """A named tuple with these fields, ``without`` some of them, and with ``kinds`` of others."""
+    return NamedTuple(name, [(field, kind) for field, kind in (fields | kinds).items() if field not in without])
+
+
+GateFields = named("GateFields", marked(Gate, Schema))
 
 
 def take(x: Any, fields: type) -> list[Any]:

@@ -1,6 +1,6 @@
 """The operator of a mixer, which torch.compile and torch.export see. It has the tensors of the three parts once."""
 
-from typing import Any, NamedTuple
+from typing import Any, get_type_hints
 
 from torch import Tensor
 
@@ -21,20 +21,11 @@ from flash_delta.ops._mixing.parts import (
     mix_forward,
     split,
 )
-from flash_delta.ops._operators.define import BackwardArguments, GateFields, define
+from flash_delta.ops._operators.define import BackwardArguments, GateFields, define, named
 from flash_delta.problem import Inputs, Mixed, Problem
 
-
-class MixFields(NamedTuple):
-    """`MixOptions` as an operator takes them, and whether there will be a backward pass."""
-
-    gate: GateFields
-    scale: float | None
-    neg_eigval: bool
-    eps: float
-    activation: str | None
-    places: list[int]
-    needs_grad: bool
+# `MixOptions` as an operator takes them, and whether there will be a backward pass.
+MixFields = named("MixFields", get_type_hints(MixOptions), gate=GateFields, places=list[int], needs_grad=bool)
 
 
 def _options(fields: MixFields) -> MixOptions:

@@ -13,7 +13,7 @@ backward pass computes everything again.
 
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from flash_delta.ops._backend import choose_backend, load_backend
 from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._operators.define import BackwardArguments, GateFields, define, take
+from flash_delta.ops._operators.define import BackwardArguments, GateFields, define, named, take
 from flash_delta.problem import Gate, Inputs, KnownCall, Problem, Schema, marked
 
-Fields = NamedTuple("Fields", list((marked(Problem, Schema) | {"gate": GateFields}).items()))
+Fields = named("Fields", marked(Problem, Schema), gate=GateFields)
 
 
 def call_operator(problem: Problem, x: Inputs, wish: str | None) -> tuple[Tensor, Tensor, Tensor | None]:
