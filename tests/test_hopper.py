@@ -30,7 +30,7 @@ from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _backend
-from flash_delta.problem import Gate, Inputs, Pools, Problem
+from flash_delta.problem import Gate, Inputs, Pools, Problem, gate_of
 from flash_delta.reference import backend as torch_backend
 from flash_delta.testing import MEMBERS, make_inputs
 from flash_delta.testing.cases import CASES
@@ -405,7 +405,7 @@ def test_rates(raw, HV):
     if raw:
         x = x._replace(A_log=torch.rand(HV), dt_bias=torch.randn(HV))
     p = problem(T=T, H=H, HV=HV, N=3, dtype=q.dtype, device=q.device, scale=0.3, l2norm=raw)
-    p = p._replace(gate=Gate("scalar", raw).of(x.g, x.A_log, x.dt_bias), raw_beta=raw)
+    p = p._replace(gate=gate_of(("scalar", raw, None), x.g, x.A_log, x.dt_bias), raw_beta=raw)
     o, out = torch.empty(1, T, HV, 128), rates.new_rates(p)
     rates.run_rates(make_call(p, x, ("test",)), o, out)
     g, beta = x.g[0], x.beta[0]

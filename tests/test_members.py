@@ -14,7 +14,7 @@ from flash_delta.ops._backend import load_backend
 from flash_delta.ops._check.options import Options
 from flash_delta.ops._check.rule import describe
 from flash_delta.ops._execute import backward, forward
-from flash_delta.problem import Gate, Inputs, KnownCall, Pools, Problem
+from flash_delta.problem import Inputs, KnownCall, Pools, Problem
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing import assert_accurate
 
@@ -33,7 +33,7 @@ def inputs(gate: str, erase: str | None, own: bool) -> Inputs:
 
 
 def problem(x: Inputs, gate: str, erase: str | None, steps: bool) -> Problem:
-    return describe(x, Options("a call", Gate(gate), erase, optional_beta=True, recurrent=steps), None)
+    return describe(x, Options("a call", (gate, False, None), erase, optional_beta=True, recurrent=steps), None)
 
 
 def check(name: str, gate: str, erase: str | None, own: bool, steps: bool) -> bool:

@@ -35,7 +35,7 @@ def watch(problem, *args):
     return forward(problem, *args)
 
 def op(q, novel):
-    options = {"op": "op", "gate": ("none",), "erase": "decayed", "optional_beta": True, "novel": novel}
+    options = {"op": "op", "gate": ("none", False, None), "erase": "decayed", "optional_beta": True, "novel": novel}
     return run(Inputs(q, q, q), options, None, output_final_state=False, backend="torch")[0]
 
 backend.forward = watch

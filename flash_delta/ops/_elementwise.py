@@ -31,6 +31,7 @@ from flash_delta.problem import (
     Convolved,
     ElementwiseInputs,
     ElementwiseProblem,
+    Form,
     Gated,
     GateProblem,
     KnownCall,
@@ -123,8 +124,8 @@ def normalize_backward(x: Normalized, op: str, activation: str | None, eps: floa
     return known.backend.normalize_backward(known.problem, x, dy, known)
 
 
-def gate(x: Gated, op: str, form: tuple[Any, ...], output_dtype: torch.dtype, backend: str | None) -> Tensor:
-    """Log decays in g's shape; ``form``: the first fields of a Gate."""
+def gate(x: Gated, op: str, form: Form, output_dtype: torch.dtype, backend: str | None) -> Tensor:
+    """Log decays in g's shape."""
     given = (backend, _describe_gate, op, form, output_dtype)
     known = recall(given, x)
     if known is None:
@@ -186,7 +187,7 @@ def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -
     return describe_norm(x, op, activation, check_norm(op, x, eps))
 
 
-def _describe_gate(x: Gated, op: str, form: tuple[Any, ...], output_dtype: torch.dtype) -> GateProblem:
+def _describe_gate(x: Gated, op: str, form: Form, output_dtype: torch.dtype) -> GateProblem:
     return describe_gate(x, op, check_gate(op, x, form, output_dtype), output_dtype)
 
 

@@ -45,7 +45,7 @@ def fused_gdn_gate(
 
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
-    return gate(Gated(g, A_log, dt_bias), "fused_gdn_gate", ("scalar", True), output_dtype, backend)
+    return gate(Gated(g, A_log, dt_bias), "fused_gdn_gate", ("scalar", True, None), output_dtype, backend)
 
 
 def fused_kda_gate(

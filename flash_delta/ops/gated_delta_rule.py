@@ -108,9 +108,9 @@ def chunk_gated_delta_rule(
     refuse_head_first(op, head_first)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
-        "op": op, "gate": ("scalar", use_gate_in_kernel), "erase": "decayed", "scale": scale, "chunk_size": chunk_size,
-        "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
-        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "op": op, "gate": ("scalar", use_gate_in_kernel, None), "erase": "decayed", "scale": scale,
+        "chunk_size": chunk_size, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
         "disable_recompute": disable_recompute, "batch_invariant": batch_invariant,
     }  # fmt: skip
     return run_chunks(
@@ -202,7 +202,7 @@ def fused_recurrent_gated_delta_rule(
         state_v_first = state_layout(op, state_v_first, transpose_state_layout)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
-        "op": op, "gate": (kind, use_gate_in_kernel), "erase": "decayed", "optional_beta": True, "scale": scale,
+        "op": op, "gate": (kind, use_gate_in_kernel, None), "erase": "decayed", "optional_beta": True, "scale": scale,
         "recurrent": True, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
         "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first,
     }  # fmt: skip

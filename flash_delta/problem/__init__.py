@@ -35,7 +35,7 @@ from flash_delta.problem.marks import (
     Schema,
     marked,
 )
-from flash_delta.problem.parts import Gate, Pools
+from flash_delta.problem.parts import Form, Gate, Pools, gate_of
 from flash_delta.problem.rule import Around, Inputs, Outputs, Problem, Slots
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "ConvolvedHeads",
     "ElementwiseInputs",
     "ElementwiseProblem",
+    "Form",
     "Gate",
     "GateProblem",
     "Gated",
@@ -66,6 +67,7 @@ __all__ = [
     "Schema",
     "Slots",
     "addresses",
+    "gate_of",
     "marked",
     "needs_gradient",
 ]

@@ -9,7 +9,8 @@ from flash_delta.problem.marks import Compiled, Schema
 
 
 class Gate(NamedTuple):
-    """The decay of a member, and how a call computes it. The first fields are the caller's, in this order."""
+    """The decay of a member, and how a call computes it. Ops pass the first three fields on as a tuple, since making a
+    Gate takes 0.3 us, and a tracer would guard its class."""
 
     kind: Schema[Literal["none", "scalar", "channel"]]  # no decay, one per value head, one per key channel
     raw: Schema[bool] = False  # the log decay is computed from a raw g, A_log, dt_bias and the bound
@@ -19,18 +20,20 @@ class Gate(NamedTuple):
     has_A: bool = False
     has_bias: bool = False
 
-    def of(self, g: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None) -> "Gate":
-        """The gate, with what follows from its tensors."""
-        return self._replace(
-            dtype=None if g is None else g.dtype, has_A=A_log is not None, has_bias=dt_bias is not None
-        )
-
     def constants(self) -> dict[str, bool]:
         """The constants of kernels, by the names of their parameters."""
         return {
             "GATE": self.kind == "scalar", "CHANNEL": self.kind == "channel", "RAW_GATE": self.raw,
             "BOUNDED": self.bound is not None, "HAS_A": self.has_A, "HAS_BIAS": self.has_bias,
         }  # fmt: skip
+
+
+Form = tuple[str, bool, float | None]  # the first three fields of a Gate
+
+
+def gate_of(form: Form, g: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None) -> Gate:
+    """The gate of a call with these tensors."""
+    return Gate(*form, None if g is None else g.dtype, A_log is not None, dt_bias is not None)
 
 
 class Pools(NamedTuple):

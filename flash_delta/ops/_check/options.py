@@ -10,32 +10,32 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_origin, ge
 import torch
 from torch import Tensor
 
-from flash_delta.problem import Gate
+from flash_delta.problem import Form
 
 LOWEST_BOUND = -5.0  # kernels for bounded gates compute e^(15 * 5), 15 tokens at this bound, which fits float32
 BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
 CHUNK_SIZES = (16, 32, 64)
 NULLS = "a number of at least 0 or None (an index below 0 is padding in any case)"
+MULTIPLES = "a positive multiple of 64 or None"
 CHUNKS = f"one of {', '.join(map(str, CHUNK_SIZES))}"
 
 
 class PoolOptions(NamedTuple):
     """The options that only serving ops have. They are the first fields of Pools, where numbers stand for None."""
 
-    eps: float | None = None
-    activation: str | None = None
-    rolling: bool = False
-    null_slot: int | None = None
-    checkpoint_every: int | None = None
-    max_prompts: int | None = None
+    eps: float | None
+    activation: str | None
+    rolling: bool
+    null_slot: int | None
+    checkpoint_every: int | None
+    max_prompts: int | None
 
 
 class Options(NamedTuple):
-    """The options of an op: all arguments except tensors. A flag is annotated with the name that callers use. Before
-    `cast`, ``gate`` and ``pools`` may be plain tuples of first fields, because making a named tuple takes 0.3 us."""
+    """The options of an op: all arguments except tensors. A flag is annotated with the name that callers use."""
 
     op: str
-    gate: Gate
+    gate: Form
     erase: Literal["decayed", "undecayed"] | None
     optional_beta: bool = False
     scale: float | None = None
@@ -48,7 +48,7 @@ class Options(NamedTuple):
     keep_states: Annotated[bool, "return_intermediate_states"] = False
     disable_recompute: Annotated[bool, "disable_recompute"] = False
     batch_invariant: Annotated[bool, "batch_invariant"] = False
-    pools: PoolOptions | None = None  # of a serving op
+    pools: tuple[Any, ...] | None = None  # of a serving op: the fields of PoolOptions
 
 
 _hints = get_type_hints(Options, include_extras=True)
@@ -61,7 +61,7 @@ def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
 
 def cast(options: Options) -> Options:
     """Returns the options with Python's own numbers. Raises ValueError if a value is not a number or out of range."""
-    op, scale, gate, doubled = options.op, options.scale, Gate(*options.gate), options.neg_eigval
+    op, scale, doubled, (kind, raw, bound) = options.op, options.scale, options.neg_eigval, options.gate
     if isinstance(scale, Tensor):  # the host would have to fetch its value, and its gradient would be lost
         refuse(op, "scale", "a number or None (o is proportional to it: multiply o by a tensor)", "a tensor")
     size = as_int(op, "chunk_size", options.chunk_size, CHUNKS, CHUNK_SIZES[0])
@@ -70,25 +70,20 @@ def cast(options: Options) -> Options:
     return options._replace(
         scale=None if scale is None else as_float(op, "scale", scale, "a number or None"),
         chunk_size=size,
-        gate=gate._replace(
-            bound=None if gate.bound is None else as_lower_bound(op, gate.bound),
-            raw=as_bool(op, "use_gate_in_kernel", gate.raw),
-        ),
+        gate=(kind, as_bool(op, "use_gate_in_kernel", raw), None if bound is None else as_lower_bound(op, bound)),
         neg_eigval=None if doubled is None else as_bool(op, "allow_neg_eigval", doubled),
-        pools=None if options.pools is None else _cast_pools(op, PoolOptions(*options.pools)),
+        pools=None if options.pools is None else _cast_pools(op, *options.pools),
         **{field: as_bool(op, name, getattr(options, field)) for field, name in FLAGS.items()},
     )
 
 
-def _cast_pools(op: str, o: PoolOptions) -> PoolOptions:
-    most, every, null = o.max_prompts, o.checkpoint_every, o.null_slot
-    multiple = "a positive multiple of 64 or None"
-    return PoolOptions(
-        None if o.eps is None else as_eps(op, "output_norm.eps", o.eps),
-        o.activation,
-        as_bool(op, "convolution.rolling", o.rolling),
+def _cast_pools(op: str, eps: Any, activation: Any, rolling: Any, null: Any, every: Any, most: Any) -> tuple[Any, ...]:
+    return (
+        None if eps is None else as_eps(op, "output_norm.eps", eps),
+        activation,
+        as_bool(op, "convolution.rolling", rolling),
         None if null is None else as_int(op, "null_slot", null, NULLS, 0),
-        None if every is None else as_int(op, "checkpoint_every", every, multiple, 64, step=64),
+        None if every is None else as_int(op, "checkpoint_every", every, MULTIPLES, 64, step=64),
         None if most is None else as_int(op, "max_prompts", most, "a number of at least 0 or None", 0),
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_delta.ops._check.options import Options, as_bool, refuse
 from flash_delta.ops._transforms import is_traced, refuse_transforms
-from flash_delta.problem import Gate, Inputs, Problem, needs_gradient
+from flash_delta.problem import Gate, Inputs, Problem, gate_of, needs_gradient
 
 # The options that become fields of a Problem without a change.
 SAME = sorted({*Options._fields} & {*Problem._fields} - {"gate", "scale", "pools"})
@@ -23,7 +23,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
 
     ``options`` must have gone through `cast`.
     """
-    op, gate, erase, scale = options.op, options.gate, options.erase, options.scale
+    op, erase, scale, gate = options.op, options.erase, options.scale, gate_of(options.gate, x.g, x.A_log, x.dt_bias)
     B, T, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
     check_shape(op, "k", x.k, B, T, H, K)
     _, _, HV, V = check_shape(op, "v", x.v, B, T, "HV", "V")
@@ -56,7 +56,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if options.state_v_first else (K, V)))
     return Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=x.q.dtype, device=x.q.device, packed=x.cu_seqlens is not None,
-        scale=K**-0.5 if scale is None else scale, gate=gate.of(x.g, x.A_log, x.dt_bias),
+        scale=K**-0.5 if scale is None else scale, gate=gate,
         beta_range=2.0 if options.raw_beta and options.neg_eigval else 1.0, most_beta=_most_beta(x, options),
         erase_keys=x.p is not None, lengths=lengths, needs_grad=needs_gradient(x),
         **{name: getattr(options, name) for name in SAME},

@@ -20,6 +20,7 @@ POOLS = ("convolution.pool", "convolution.write_pool")
 def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came."""
     op, options = options.op, cast(options)
+    given = PoolOptions(*options.pools)
     refuse_gradients(op, x, s, around)
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
@@ -33,9 +34,9 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         _check_write_pool(p, s, most)
     else:
         most = 0
-        _check_sequences(p, s, options.pools.checkpoint_every)
-        _check_prompts(p.op, options)
-    p = p._replace(pools=_pools_of(options.pools, s, most if p.packed else 0), needs_grad=False)
+        _check_sequences(p, s, given.checkpoint_every)
+        _check_prompts(p, given)
+    p = p._replace(pools=_pools_of(given, s, most if p.packed else 0), needs_grad=False)
     _check_indices(p, s)
     if s.out is not None:
         _check_out(p, s.out)
@@ -52,11 +53,11 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     return p._replace(pools=p.pools._replace(taps=taps, window=window))
 
 
-def _pools_of(options: PoolOptions, s: Slots, most_tokens: int) -> Pools:
+def _pools_of(given: PoolOptions, s: Slots, most_tokens: int) -> Pools:
     """The part of a serving call, without its convolution."""
-    null = -1 if options.null_slot is None else options.null_slot
+    null = -1 if given.null_slot is None else given.null_slot
     target = None if s.write_pool is None else s.write_pool.dtype
-    of_caller = options._replace(null_slot=null, checkpoint_every=options.checkpoint_every or 0)
+    of_caller = given._replace(null_slot=null, checkpoint_every=given.checkpoint_every or 0)
     return Pools(
         *of_caller, s.state_pool.dtype, target, _is_plain(s.state_pool), most_tokens=most_tokens,
         checkpoint_offsets=s.checkpoint_offsets is not None,
@@ -178,10 +179,10 @@ def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
             refuse(p.op, "checkpoint_every", expected, "None")
 
 
-def _check_prompts(op: str, options: Options) -> None:
-    most = options.pools.max_prompts
-    if most is not None and options.batch_invariant:
-        refuse(op, "max_prompts", "None with batch_invariant=True, which runs all sequences as prompts", most)
+def _check_prompts(p: Problem, given: PoolOptions) -> None:
+    if given.max_prompts is not None and p.batch_invariant:
+        expected = "None with batch_invariant=True, which runs all sequences as prompts"
+        refuse(p.op, "max_prompts", expected, given.max_prompts)
 
 
 def _check_indices(p: Problem, s: Slots) -> None:

@@ -16,6 +16,7 @@ from flash_delta.ops._execute import backward, forward
 from flash_delta.problem import (
     Convolved,
     ConvolvedHeads,
+    Form,
     Inputs,
     KnownCall,
     Mixed,
@@ -34,7 +35,7 @@ Places = tuple[tuple[int, int, int, int, int, int], ...]
 class MixOptions(NamedTuple):
     """What matters about a mixer besides its tensors."""
 
-    gate: tuple[str, bool, float | None]  # the first fields of a Gate
+    gate: Form
     scale: float | None
     neg_eigval: bool
     eps: float

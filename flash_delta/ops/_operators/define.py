@@ -33,11 +33,12 @@ GateFields = named("GateFields", marked(Gate, Schema))
 
 
 def take(x: Any, fields: type) -> list[Any]:
-    """The attributes of ``x`` that have the names of a named tuple's fields, as arguments of an operator."""
+    """The attributes of ``x`` that have the names of a named tuple's fields, as arguments of an operator. Of an
+    attribute that is a tuple, as many values as the field's kind has."""
     found = []
     for name, kind in fields.__annotations__.items():
         value = getattr(x, name)
-        found += take(value, kind) if isinstance(value, tuple) else [value]
+        found += value[: len(kind._fields)] if isinstance(value, tuple) else [value]
     return found
 
 

@@ -135,9 +135,9 @@ def decode_gated_delta_rule(
     )
     around, layer = around_of("decode_gated_delta_rule", convolution, output_norm)
     options = {
-        "op": "decode_gated_delta_rule", "gate": ("scalar", use_gate_in_kernel), "erase": "decayed", "scale": scale,
-        "recurrent": True, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "pools": (*layer, null_slot),
+        "op": "decode_gated_delta_rule", "gate": ("scalar", use_gate_in_kernel, None), "erase": "decayed",
+        "scale": scale, "recurrent": True, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "pools": (*layer, null_slot, None, None),
     }  # fmt: skip
     return run(inputs, slots, options, backend, around)
 
@@ -217,6 +217,6 @@ def decode_kda(
     options = {
         "op": "decode_kda", "gate": ("channel", use_gate_in_kernel, lower_bound), "erase": "decayed", "scale": scale,
         "recurrent": True, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "pools": (*layer, null_slot),
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "pools": (*layer, null_slot, None, None),
     }  # fmt: skip
     return run(inputs, slots, options, backend, around)

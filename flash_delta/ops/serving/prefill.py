@@ -151,9 +151,9 @@ def prefill_gated_delta_rule(
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
     around, layer = around_of("prefill_gated_delta_rule", convolution, output_norm)
     options = {
-        "op": "prefill_gated_delta_rule", "gate": ("scalar", use_gate_in_kernel), "erase": "decayed", "scale": scale,
-        "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
-        "state_v_first": state_v_first, "batch_invariant": batch_invariant,
+        "op": "prefill_gated_delta_rule", "gate": ("scalar", use_gate_in_kernel, None), "erase": "decayed",
+        "scale": scale, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "batch_invariant": batch_invariant,
         "pools": (*layer, null_slot, checkpoint_every, max_prompts),
     }  # fmt: skip
     return run(inputs, slots, options, backend, around)

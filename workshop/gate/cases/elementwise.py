@@ -23,11 +23,11 @@ from flash_delta.problem import (
     ConvolutionProblem,
     Convolved,
     ConvolvedHeads,
-    Gate,
     Gated,
     GateProblem,
     Normalized,
     NormProblem,
+    gate_of,
 )
 
 
@@ -120,7 +120,7 @@ def call_gate(HV: int, K: int, bound: float | None, dtype: torch.dtype) -> None:
     new = partial(torch.empty, device="meta")
     kind = "scalar" if K == 1 else "channel"
     inputs = Gated(new(4096, *(HV, K)[: 1 + (K > 1)], dtype=dtype), new(HV), new(HV * K))
-    p = GateProblem("launches", HV, K, dtype, inputs.g.device, Gate(kind, True, bound).of(*inputs), torch.float32)
+    p = GateProblem("launches", HV, K, dtype, inputs.g.device, gate_of((kind, True, bound), *inputs), torch.float32)
     gate(p, inputs)
     gate_backward(p, inputs, inputs.g.float())
 

@@ -40,7 +40,7 @@ from flash_delta.kernels.triton.forward.segments import (
 )
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.tiles import Segments, maps_tile, scan_tiles, segment_tiles, tile, widest_key
-from flash_delta.problem import Gate, Inputs, Problem
+from flash_delta.problem import Inputs, Problem, gate_of
 
 Tensors = dict[str, Tensor]
 
@@ -98,7 +98,7 @@ def describe(
     packed = x.cu_seqlens is not None
     N = x.cu_seqlens.numel() - 1 if packed else B
     return Problem(
-        "launches", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, Gate(gate, raw, bound).of(x.g, x.A_log, x.dt_bias),
+        "launches", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate_of((gate, raw, bound), x.g, x.A_log, x.dt_bias),
         erase, K**-0.5, lengths=None if packed else (T,) * B, packed=packed, l2norm=raw, raw_beta=raw,
         most_beta=1.0 if raw else 2.0,
     )  # fmt: skip

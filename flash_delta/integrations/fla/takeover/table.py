@@ -83,7 +83,7 @@ def _forward_in_time(reverse: bool = False, **arguments: Any) -> str | None:
 def _gdn_gate(
     g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
 ) -> str | None:
-    options = "fused_gdn_gate", ("scalar", True), output_dtype
+    options = "fused_gdn_gate", ("scalar", True, None), output_dtype
     return _left_to_torch(chosen("gate", Gated(g, A_log, dt_bias), *options), g.device)
 
 
