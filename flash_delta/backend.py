@@ -90,10 +90,10 @@ class Backend(Protocol):
     ) -> Tensor:
         """Runs one token or a draft of every row, on a pool of states that is written in place. Returns
         ``o [B, T, HV, V]``, contiguous, in ``problem.dtype``, or ``slots.out`` if there is one. An index outside of the
-        pool, or ``problem.null_slot``, reads zeros and writes nothing. If there is a ``slots.write_pool``, that pool is
-        written and the other one only read. With ``problem.most_tokens`` rows are packed and have different lengths.
-        With ``problem.taps`` a short convolution comes before the rule. With ``problem.eps`` a gated norm comes after
-        it, of o before or after its rounding."""
+        pool, or ``problem.pools.null_slot``, reads zeros and writes nothing. If there is a ``slots.write_pool``, that
+        pool is written and the other one only read. With ``most_tokens`` of ``problem.pools`` rows are packed and have
+        different lengths. With its ``taps`` a short convolution comes before the rule. With its ``eps`` a gated norm
+        comes after it, of o before or after its rounding."""
 
     def prefill(
         self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None

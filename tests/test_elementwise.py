@@ -16,7 +16,16 @@ from flash_delta import fused_gdn_gate, fused_kda_gate
 from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
 from flash_delta.ops._elementwise import convolve_column
 from flash_delta.ops._operators import elementwise as operators
-from flash_delta.problem import ENVIRONMENT, ConvolutionProblem, Convolved, Gated, GateProblem, Normalized, NormProblem
+from flash_delta.problem import (
+    ENVIRONMENT,
+    ConvolutionProblem,
+    Convolved,
+    Gate,
+    Gated,
+    GateProblem,
+    Normalized,
+    NormProblem,
+)
 from flash_delta.testing import assert_accurate
 
 pytest.importorskip("triton")
@@ -302,7 +311,7 @@ def test_gradients_of_a_gate_have_no_other_memory():
             return op(*args, **(kwargs or {}))
 
     x = Gated(random(2, 5, 3), random(3), random(3))
-    problem = GateProblem("fused_gdn_gate", 3, 1, torch.float32, x.g.device, "scalar", None, torch.float32)
+    problem = GateProblem("fused_gdn_gate", 3, 1, torch.float32, x.g.device, Gate("scalar", True), torch.float32)
     with Mode():
         kernels.gate_backward(problem, x, random(2, 5, 3))
     assert (2, 5, 3) in made
@@ -387,7 +396,7 @@ CUDA = torch.device("cuda")
 LARGEST = [  # a problem of the largest size that kernels take, and that size
     (NormProblem("rms_norm", 8192, torch.float32, CUDA, None, 1e-5), "D"),
     (ConvolutionProblem("causal_conv1d", 1, 9, 4, 8, 1, torch.float32, CUDA, False, None), "W"),
-    (GateProblem("fused_kda_gate", 8_388_480, 1, torch.float32, CUDA, "channel", None, torch.float32), "HV"),
+    (GateProblem("fused_kda_gate", 8_388_480, 1, torch.float32, CUDA, Gate("channel", True), torch.float32), "HV"),
 ]
 
 
@@ -443,7 +452,8 @@ def test_operators_are_what_they_say():
     torch.library.opcheck(ops.causal_conv1d.default, arguments)
     scale, gate = random(4, seed=3).requires_grad_(), random(1, 3, 4, seed=4).requires_grad_()
     torch.library.opcheck(ops.rms_norm.default, (x, scale, gate, "gated_rms_norm", "silu", 1e-5, "triton"))
-    arguments = (x.detach().requires_grad_(), scale, None, "fused_gdn_gate", "scalar", None, torch.bfloat16, "triton")
+    x, form = x.detach().requires_grad_(), ("scalar", True, None)
+    arguments = (x, scale, None, "fused_gdn_gate", *form, torch.bfloat16, "triton")
     torch.library.opcheck(ops.log_decay.default, arguments)
     token = (x.detach()[0, :2], state, weight.detach(), None, "causal_conv1d_update", None, "triton")
     torch.library.opcheck(ops.causal_conv1d_update.default, token)

@@ -30,20 +30,23 @@ from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _backend
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Gate, Inputs, Pools, Problem, gate_of
 from flash_delta.reference import backend as torch_backend
 from flash_delta.testing import MEMBERS, make_inputs
 from flash_delta.testing.cases import CASES
+from tests.changed import changed
 from workshop.gate.cases.hopper import CASES as CASES_COMPILED
 
 BY_NAME = {case.name: case for case in CASES}
-KDA = {"gate": "channel", "raw_gate": True, "lower_bound": -5.0, "g_dtype": torch.bfloat16}
+BOUNDED, FREE = (Gate("channel", True, bound, torch.bfloat16) for bound in (-5.0, None))
+HALF, LOGS = BOUNDED._replace(dtype=torch.float16), Gate("channel", False, -5.0, torch.float32)
+KDA = {"gate": BOUNDED}
 
 
 def problem(**changes) -> Problem:
     described = Problem(
-        "chunk_gated_delta_rule", 1, 8192, 16, 32, 128, 128, 4, torch.bfloat16, torch.device("cuda", 0), "scalar",
-        "decayed", 1.0, packed=True, most_beta=1.0,
+        "chunk_gated_delta_rule", 1, 8192, 16, 32, 128, 128, 4, torch.bfloat16, torch.device("cuda", 0),
+        Gate("scalar"), "decayed", 1.0, packed=True, most_beta=1.0,
     )  # fmt: skip
     return described._replace(**changes)
 
@@ -59,29 +62,32 @@ def on_a_card(monkeypatch):
     ("changes", "reason"),
     [
         ({}, None),
-        ({"dtype": torch.float16, "l2norm": True, "raw_gate": True, "raw_beta": True}, None),
-        ({"gate": "none", "packed": False, "B": 4, "state_v_first": True}, None),
+        ({"dtype": torch.float16, "l2norm": True, "gate": Gate("scalar", True), "raw_beta": True}, None),
+        ({"gate": Gate("none"), "packed": False, "B": 4, "state_v_first": True}, None),
         ({"device": torch.device("cpu")}, "a Hopper GPU"),
         ({"K": 64, "V": 64}, None),
         ({"K": 256, "V": 256}, None),
         ({"needs_grad": True}, None),
         ({"needs_grad": True, "disable_recompute": True}, None),
         ({"recurrent": True}, "chunk by chunk"),
-        ({"pool": torch.float32}, None),
-        ({"pool": torch.float16, "K": 64, "V": 64, "checkpoint_every": 64}, None),
-        ({"pool": torch.bfloat16, "K": 256, "V": 256}, "on a pool K and V have to be 64 or 128, both; they are 256"),
-        ({"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
-        ({"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
+        ({"pools": Pools()}, None),
+        ({"pools": Pools(dtype=torch.float16, checkpoint_every=64), "K": 64, "V": 64}, None),
+        (
+            {"pools": Pools(dtype=torch.bfloat16), "K": 256, "V": 256},
+            "on a pool K and V have to be 64 or 128, both; they are 256",
+        ),
+        ({"pools": Pools(plain=False)}, "gaps inside of its slots, or slots that do not begin at"),
+        ({"pools": Pools(dtype=torch.float64)}, "its states are float32, the pool is torch.float64"),
         (KDA, None),
-        (KDA | {"lower_bound": None}, None),
-        (KDA | {"raw_gate": False, "g_dtype": torch.float32}, None),
+        ({"gate": FREE}, None),
+        ({"gate": LOGS}, None),
         (KDA | {"needs_grad": True, "disable_recompute": True}, None),
-        (KDA | {"g_dtype": torch.float16}, "g has to be torch.bfloat16 or torch.float32, it is torch.float16"),
-        (KDA | {"pool": torch.float32}, None),
-        (KDA | {"pool": torch.bfloat16, "lower_bound": None, "checkpoint_offsets": True}, None),
-        (KDA | {"pool": torch.float64}, "its states are float32, the pool is torch.float64"),
-        (KDA | {"pool": torch.float32, "plain_pool": False}, "gaps inside of its slots, or slots that do not begin at"),
-        (KDA | {"pool": torch.float32, "K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
+        ({"gate": HALF}, "g has to be torch.bfloat16 or torch.float32, it is torch.float16"),
+        (KDA | {"pools": Pools()}, None),
+        ({"gate": FREE, "pools": Pools(dtype=torch.bfloat16, checkpoint_offsets=True)}, None),
+        (KDA | {"pools": Pools(dtype=torch.float64)}, "its states are float32, the pool is torch.float64"),
+        (KDA | {"pools": Pools(plain=False)}, "gaps inside of its slots, or slots that do not begin at"),
+        (KDA | {"pools": Pools(), "K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
         (KDA | {"dtype": torch.float16}, "heads of 128 in bfloat16; they are 128 and 128 in torch.float16"),
         (KDA | {"K": 64, "V": 64}, "heads of 128 in bfloat16; they are 64 and 64"),
         (KDA | {"keep_states": True}, "states of chunks"),
@@ -96,13 +102,13 @@ def on_a_card(monkeypatch):
         ({"K": 60, "V": 100, "dtype": torch.float16, "needs_grad": True}, None),
         ({"K": 100, "V": 100, "needs_grad": True, "disable_recompute": True}, None),
         ({"K": 100, "V": 100, "needs_grad": True, "disable_recompute": True, "dtype": torch.float16}, None),
-        ({"K": 100, "V": 100, "pool": torch.float32}, "or both up to 128 without a pool; they are 100 and 100"),
+        ({"K": 100, "V": 100, "pools": Pools()}, "or both up to 128 without a pool; they are 100 and 100"),
         ({"K": 160, "V": 160}, "K has to be one of 64, 128, 256, and V a multiple of it up to 512, or both up to 128"),
         (KDA | {"K": 100, "V": 100}, "heads of 128 in bfloat16; they are 100 and 100"),
         ({"V": 640}, "up to 512"),
         ({"K": 64, "needs_grad": True}, None),
         ({"K": 64, "needs_grad": True, "disable_recompute": True}, None),
-        ({"K": 64, "pool": torch.float32}, "on a pool K and V have to be 64 or 128, both; they are 64 and 128"),
+        ({"K": 64, "pools": Pools()}, "on a pool K and V have to be 64 or 128, both; they are 64 and 128"),
         ({"scale": -1.0}, "scale has to be positive, it is -1.0"),
         ({"H": 65_536, "HV": 65_536}, "up to 65,535 heads"),
         ({"N": 70_000}, None),
@@ -154,22 +160,22 @@ def test_what_else_is_said_of_a_call(on_a_card):
     assert backend.remark(unknown) == parts
     for known in ({"lengths": (32000, 500, 200, 60, 8)}, {"needs_grad": True}, {"batch_invariant": True}):
         assert backend.remark(unknown._replace(**known)) != parts
-    prompt = problem(T=32768, N=1, HV=8, pool=torch.float32)
+    prompt = problem(T=32768, N=1, HV=8, pools=Pools())
     parts = "it scans prompts of 3200 tokens or more in up to 16 parts, side by side"
     assert backend.remark(prompt) == backend.remark(prompt._replace(batch_invariant=True, N=5)) == parts
     assert backend.remark(prompt._replace(HV=48)) is None
     assert backend.remark(problem(T=32768, N=1, HV=8, batch_invariant=True)) is None
-    prompts = problem(**KDA, pool=torch.float32)
+    prompts = problem(**KDA, pools=Pools())
     assert backend.remark(prompts._replace(HV=64)) == "one kernel scans the prompts"
-    assert backend.remark(prompts._replace(max_prompts=3)) == "one kernel scans the prompts"
+    assert backend.remark(changed(prompts, max_prompts=3)) == "one kernel scans the prompts"
     halves = "it scans half a state per program"
     assert backend.remark(prompts) == f"{halves}; one kernel scans more than 2 prompts"
     for alone in ({"N": 2}, {"max_prompts": 1}, {"batch_invariant": True}):
-        assert backend.remark(prompts._replace(**alone)) == halves
+        assert backend.remark(changed(prompts, **alone)) == halves
     parts = "it scans half a state per program; where gates forget one kernel does it all in 4 parts"
     assert backend.remark(problem(**KDA, N=1)) == parts
     assert backend.remark(problem(**KDA, N=8)) == "one kernel does it all"
-    logs = KDA | {"lower_bound": None, "g_dtype": torch.float32}
+    logs = {"gate": FREE._replace(dtype=torch.float32)}
     assert backend.remark(problem(**logs, N=8)) == "one kernel does it all"
     assert backend.remark(problem(**KDA, N=1, HV=64)) == "one kernel does it all", "with half a state per program"
     assert backend.remark(problem(**KDA, N=1, batch_invariant=True)) == "'triton' scans the states"
@@ -235,19 +241,19 @@ def test_it_goes_first(on_a_card, monkeypatch, changes):
 
 @pytest.mark.parametrize("HV", [2, 16, 64])
 def test_prompts_of_any_number_of_heads(on_a_card, HV):
-    p = problem(HV=HV, pool=torch.float32)
+    p = problem(HV=HV, pools=Pools())
     assert backend.preference(p) > triton.preference(p)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"HV": 64}, {"HV": 32}, {"HV": 8, "batch_invariant": True}, {"HV": 64, "lower_bound": None}],
+    [{"HV": 64}, {"HV": 32}, {"HV": 8, "batch_invariant": True}, {"HV": 64, "gate": FREE}],
 )
 def test_prompts_with_a_decay_per_channel_come_here(on_a_card, monkeypatch, changes):
     for module in (backend, triton):
         monkeypatch.setattr(module, "remark", lambda problem: None)
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
-    p = problem(**KDA | {"lower_bound": -5.0} | changes, pool=torch.float32)
+    p = problem(**KDA | changes, pools=Pools())
     assert _backend.choose_backend(p, None) == "hopper"
 
 
@@ -398,7 +404,8 @@ def test_rates(raw, HV):
     x = x._replace(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
     if raw:
         x = x._replace(A_log=torch.rand(HV), dt_bias=torch.randn(HV))
-    p = problem(T=T, H=H, HV=HV, N=3, dtype=q.dtype, device=q.device, scale=0.3, l2norm=raw, raw_gate=raw, raw_beta=raw)
+    p = problem(T=T, H=H, HV=HV, N=3, dtype=q.dtype, device=q.device, scale=0.3, l2norm=raw)
+    p = p._replace(gate=gate_of(("scalar", raw, None), x.g, x.A_log, x.dt_bias), raw_beta=raw)
     o, out = torch.empty(1, T, HV, 128), rates.new_rates(p)
     rates.run_rates(make_call(p, x, ("test",)), o, out)
     g, beta = x.g[0], x.beta[0]

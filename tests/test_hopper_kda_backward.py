@@ -19,6 +19,7 @@ from flash_delta.kernels.runtime.workspace import DeepChunks
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.backward.chunks import CHUNKS
 from flash_delta.ops import _backend, _function
+from flash_delta.problem import Gate
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
 from flash_delta.testing.cases import Case
@@ -94,7 +95,7 @@ def test_a_promise_rules_the_second_launch_out(monkeypatch):
 
 
 def test_grouped_heads_and_low_bounds_are_left_to_triton():
-    p = SimpleNamespace(H=1, HV=2, lower_bound=None)
+    p = SimpleNamespace(H=1, HV=2, gate=Gate("channel", True))
     assert "as many key heads as value heads; there are 1 and 2" in channel_backward.unsupported(p)
-    p.HV, p.lower_bound = 1, -8.0
+    p.HV, p.gate = 1, Gate("channel", True, -8.0)
     assert "lower_bound of -5 or more, it is -8" in channel_backward.unsupported(p)

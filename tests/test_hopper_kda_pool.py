@@ -28,8 +28,9 @@ from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import _run
 from flash_delta.ops.serving.around import around_of
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import Gate, Inputs, Pools, Problem, Slots
 from flash_delta.testing import allowed, products_in, relative_error
+from tests.changed import changed
 from tests.gluon_emulator import Kernel, emulated
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
@@ -288,12 +289,12 @@ def test_nothing_to_do(launched, lengths):
 
 def test_launches_for_the_prompts_that_there_may_be():
     p = Problem(
-        "prefill_kda", 1, 64 + 2048, 64, 64, 128, 128, 65, torch.bfloat16, torch.device("cuda", 0), "channel",
-        "decayed", 1.0, packed=True, pool=torch.float32,
+        "prefill_kda", 1, 64 + 2048, 64, 64, 128, 128, 65, torch.bfloat16, torch.device("cuda", 0), Gate("channel"),
+        "decayed", 1.0, packed=True, pools=Pools(),
     )  # fmt: skip
 
     def launches(every=False, **changes):
-        return channel_pool_launches(p._replace(**changes), Chip("sm_90", 132), every=every)
+        return channel_pool_launches(changed(p, **changes), Chip("sm_90", 132), every=every)
 
     assert launches() == (PoolLaunch(CHANNEL_HALF, 1, 0, 1), PoolLaunch(CHANNEL_WHOLE, 65, 2))
     assert launches(max_prompts=1) == launches(T=16) == (PoolLaunch(CHANNEL_HALF, 1),)

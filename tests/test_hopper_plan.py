@@ -14,7 +14,7 @@ from flash_delta.kernels.hopper.plans.splits import (
 )
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, SLIM, WIDE
 from flash_delta.kernels.runtime.chip import Chip
-from flash_delta.problem import Problem
+from flash_delta.problem import Gate, Problem
 
 H200 = Chip("sm_90", 132)
 ONE_LONG = (131072, *(64,) * 31)
@@ -23,7 +23,7 @@ ONE_LONG = (131072, *(64,) * 31)
 def problem(HV, *lengths, gate="scalar", width=128):
     sizes = 1, sum(lengths), HV, HV, width, width, len(lengths)
     meta = torch.device("meta")
-    return Problem("op", *sizes, torch.bfloat16, meta, gate, "decayed", 1.0, packed=True, lengths=lengths)
+    return Problem("op", *sizes, torch.bfloat16, meta, Gate(gate), "decayed", 1.0, packed=True, lengths=lengths)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import _run
 from flash_delta.ops.serving.around import around_of
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import Gate, Inputs, Pools, Problem, Slots
+from tests.changed import changed
 from tests.gluon_emulator import Kernel, emulated, take_every_call
 
 DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
@@ -350,10 +351,10 @@ def test_without_a_pool(launched, monkeypatch, initial, v_first):
 
 def problem(**changes):
     p = Problem(
-        "prefill_gated_delta_rule", 1, 32768, 2, 8, 128, 128, 1, torch.bfloat16, torch.device("cuda", 0), "scalar",
-        "decayed", 1.0, packed=True, pool=torch.float32,
+        "prefill_gated_delta_rule", 1, 32768, 2, 8, 128, 128, 1, torch.bfloat16, torch.device("cuda", 0),
+        Gate("scalar"), "decayed", 1.0, packed=True, pools=Pools(),
     )  # fmt: skip
-    return p._replace(**changes)
+    return changed(p, **changes)
 
 
 def test_which_prompts_are_cut():
@@ -427,7 +428,7 @@ def test_launches_for_the_prompts_that_there_may_be():
     p = problem(T=64 + 2048, H=16, HV=32, N=65)
 
     def launches(processors=132, every=False, starts=0, **changes):
-        return pool_loops(p._replace(**changes), Chip("sm_90", processors), every=every, starts=starts)
+        return pool_loops(changed(p, **changes), Chip("sm_90", processors), every=every, starts=starts)
 
     assert launches() == (PoolLaunch(NARROW, 2, 0, 2), PoolLaunch(WIDE, 65, 3))
     assert launches(max_prompts=1) == (PoolLaunch(NARROW, 1),)

@@ -17,7 +17,7 @@ from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.triton.backward.results import new_gradients
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Gate, Inputs, Problem
 from workshop.tune.stages_hopper import call_of, make_back
 
 HV, T, N, WIDTH = 16, 12000, 24, 128
@@ -135,8 +135,8 @@ def test_a_state_that_never_comes_is_reported(monkeypatch):
     inputs = Inputs(x["q"], x["k"], x["v"], x["g"], x["beta"], cu_seqlens=draw_bounds(0))
     sizes = {"B": 1, "T": T, "H": HV, "HV": HV, "K": WIDTH, "V": WIDTH, "N": N, "packed": True}
     p = Problem(
-        op="test", **sizes, dtype=torch.bfloat16, device=x["q"].device, gate="scalar", erase="decayed", l2norm=True,
-        scale=WIDTH**-0.5,
+        op="test", **sizes, dtype=torch.bfloat16, device=x["q"].device, gate=Gate("scalar"), erase="decayed",
+        l2norm=True, scale=WIDTH**-0.5,
     )  # fmt: skip
     c, tape, rates = make_call(p, inputs, ("test",))._replace(direct=False), new_tape(p, 132, WIDE.pace), new_rates(p)
     o, final = torch.zeros_like(x["v"]), torch.zeros(p.state_shape, device="cuda")

@@ -14,7 +14,7 @@ from flash_delta.ops._backend import load_backend
 from flash_delta.ops._check.options import Options
 from flash_delta.ops._check.rule import describe
 from flash_delta.ops._execute import backward, forward
-from flash_delta.problem import Inputs, KnownCall, Problem
+from flash_delta.problem import Inputs, KnownCall, Pools, Problem
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing import assert_accurate
 
@@ -33,7 +33,7 @@ def inputs(gate: str, erase: str | None, own: bool) -> Inputs:
 
 
 def problem(x: Inputs, gate: str, erase: str | None, steps: bool) -> Problem:
-    return describe(x, Options("a call", gate, erase, optional_beta=True, recurrent=steps), None)
+    return describe(x, Options("a call", (gate, False, None), erase, optional_beta=True, recurrent=steps), None)
 
 
 def check(name: str, gate: str, erase: str | None, own: bool, steps: bool) -> bool:
@@ -81,7 +81,7 @@ def test_hopper_takes_what_its_kernels_know(gate, erase, own, steps, monkeypatch
     p = p._replace(device=torch.device("cuda", 0), dtype=torch.bfloat16, K=128, V=128)
     takes = erase == "decayed" and not own and not steps
     assert (backend.unsupported(p) is None) == takes
-    assert (backend.unsupported(p._replace(pool=torch.float32)) is None) == (takes and gate != "none")
+    assert (backend.unsupported(p._replace(pools=Pools())) is None) == (takes and gate != "none")
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -90,5 +90,5 @@ def test_serving_knows_two_members(gate, erase, own, steps, name):
     """Its ops pass no others on, and its loops read neither erase keys nor an absent gate."""
     if name == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs Triton's interpreter")
-    p = problem(inputs(gate, erase, own), gate, erase, steps)._replace(pool=torch.float32)
+    p = problem(inputs(gate, erase, own), gate, erase, steps)._replace(pools=Pools())
     assert (load_backend(name).unsupported(p) is None) == (gate != "none" and erase == "decayed" and not own)

@@ -14,7 +14,7 @@ from torch import Tensor
 import flash_delta
 from flash_delta.kernels.runtime.compile_key import Flags, flags_of
 from flash_delta.ops._operators.define import BackwardArguments, define, schema_type
-from flash_delta.problem import Problem, Schema, marked
+from flash_delta.problem import Gate, Pools, Problem, Schema, marked
 
 PACKAGE = Path(flash_delta.__file__).parent
 NEW = {  # file -> the line behind which a field is added, and that field
@@ -35,7 +35,7 @@ def watch(problem, *args):
     return forward(problem, *args)
 
 def op(q, novel):
-    options = {"op": "op", "gate": "none", "erase": "decayed", "optional_beta": True, "novel": novel}
+    options = {"op": "op", "gate": ("none", False, None), "erase": "decayed", "optional_beta": True, "novel": novel}
     return run(Inputs(q, q, q), options, None, output_final_state=False, backend="torch")[0]
 
 backend.forward = watch
@@ -68,8 +68,8 @@ def test_a_new_option_is_named_in_two_tables(tmp_path):
 
 def test_compile_keys_have_what_kernels_are_compiled_for():
     p = Problem(
-        "op", 1, 1, 2, 4, 16, 32, 1, torch.float32, torch.device("cpu"), "channel", "decayed", 0.5, packed=True,
-        l2norm=True, lower_bound=-5.0, taps=4, window=3, activation="silu",
+        "op", 1, 1, 2, 4, 16, 32, 1, torch.float32, torch.device("cpu"), Gate("channel", False, -5.0), "decayed",
+        0.5, packed=True, l2norm=True, pools=Pools(activation="silu", taps=4, window=3),
     )  # fmt: skip
     want = {
         "kind": ("forward",), "device": p.device, "H": 2, "HV": 4, "K": 16, "V": 32, "gate": "channel",
@@ -79,7 +79,7 @@ def test_compile_keys_have_what_kernels_are_compiled_for():
     }  # fmt: skip
     assert flags_of(p, ("forward",))._asdict() == want
     assert flags_of(p._replace(packed=False), ("decode",)).alone
-    assert flags_of(p._replace(lower_bound=None), ("forward",)).bounded is False
+    assert flags_of(p._replace(gate=Gate("channel")), ("forward",)).bounded is False
     assert flags_of(p._replace(most_beta=1.0), ("forward",)).reflects is False
     assert Flags._fields[0] == "kind"
 

@@ -162,8 +162,9 @@ def nothing_is_remembered(monkeypatch):
 
 
 def assert_own_numbers(problems):
-    """Every field that is a number is Python's own, of the type that the field has."""
+    """Every field that is a number is Python's own, of the type that the field has; also in a problem's parts."""
     for p in problems:
+        assert_own_numbers([part for part in p if hasattr(part, "_fields")])
         hints = typing.get_type_hints(type(p))
         for name, value in p._asdict().items():
             types = [t for t in typing.get_args(hints[name]) or (hints[name],) if t in (int, float, bool)]

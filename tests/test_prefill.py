@@ -9,6 +9,7 @@ from serving_truth import DEVICES, GPU, KINDS, coarser, needs_triton, slots
 
 import flash_delta
 from flash_delta.testing import assert_accurate
+from tests.changed import changed
 
 BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -60,7 +61,7 @@ def test_launches_for_the_prompts_that_there_may_be():
     p = p._replace(N=65, T=64 + 2048, H=16, HV=32, K=128, V=128, dtype=torch.bfloat16)
 
     def launches(chip=("sm_90", 132), **changes):
-        return [(w.tile.BV, *w[1:]) for w in pool_scans(p._replace(**changes), Chip(*chip), every=False)]
+        return [(w.tile.BV, *w[1:]) for w in pool_scans(changed(p, **changes), Chip(*chip), every=False)]
 
     assert launches() == [(32, 1, 0, 1, False), (64, 2, 2, 2, False), (128, 17, 3, 17, True)]
     assert launches(max_prompts=1) == [(32, 1, 0, 1, True)]

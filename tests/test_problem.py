@@ -275,7 +275,7 @@ def ran(monkeypatch):
 
 
 def call(found, x, cu_seqlens_cpu=None, **options):
-    options = Options("chunk_gated_delta_rule", "scalar", "decayed", **options)._asdict()
+    options = Options("chunk_gated_delta_rule", ("scalar", False, None), "decayed", **options)._asdict()
     _function.run(x, options, cu_seqlens_cpu, output_final_state=False, backend=None)
     return found[-1]
 

@@ -56,9 +56,9 @@ def test_a_bound_of_given_log_decays_means_the_same_in_every_op(op, backend):
 
 def test_a_promise_without_a_bound_is_that_of_fla():
     x = chunks()
-    assert explain(ops.chunk_kda, **x).problem.lower_bound is None
-    assert explain(ops.chunk_kda, **x, safe_gate=True).problem.lower_bound == -5.0
-    assert explain(ops.chunk_kda, **x, safe_gate=True, lower_bound=-2).problem.lower_bound == -2.0
+    assert explain(ops.chunk_kda, **x).problem.gate.bound is None
+    assert explain(ops.chunk_kda, **x, safe_gate=True).problem.gate.bound == -5.0
+    assert explain(ops.chunk_kda, **x, safe_gate=True, lower_bound=-2).problem.gate.bound == -2.0
 
 
 def takes(op, name):

@@ -17,6 +17,7 @@ from flash_delta.kernels.triton import backend
 from flash_delta.kernels.triton.backward import segments as back_segments
 from flash_delta.kernels.triton.forward import segments
 from flash_delta.kernels.triton.tiles import Segments, plan_endless, plan_segments
+from flash_delta.problem import Pools
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import TENSORS, products_in, recurrence, run, truth
 from flash_delta.testing.cases import Case
@@ -178,7 +179,7 @@ def test_segments_are_whole_chunks(T, HV):
 def test_what_is_never_split():
     """Where bits are promised, where states are saved, and what is there to be compared with."""
     for changes in (
-        {"pool": torch.float32},
+        {"pools": Pools()},
         {"batch_invariant": True},
         {"needs_grad": True, "disable_recompute": True},
         {"dtype": torch.float32},

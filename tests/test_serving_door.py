@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
 from flash_delta.ops.serving import _run
-from flash_delta.problem import Around, Inputs, Slots
+from flash_delta.problem import Inputs
 
 z, INDEX = torch.zeros, torch.int64
 
@@ -200,9 +200,9 @@ def test_plain_pools():
     for apart, first, plain in ((size, 0, True), (size + 4, 0, True), (size + 3, 0, False), (size, 1, False)):
         pool = store[first:].as_strided((9, *shape), (apart, *x["state_pool"].stride()[1:]))
         p = flash_delta.explain(flash_delta.prefill_gated_delta_rule, **(x | {"state_pool": pool})).problem
-        assert p.plain_pool == plain, (apart, first)
+        assert p.pools.plain == plain, (apart, first)
     gaps = {"state_pool": torch.zeros(9, *shape[:-1], 2 * shape[-1])[..., ::2]}
-    assert not flash_delta.explain(flash_delta.prefill_gated_delta_rule, **(x | gaps)).problem.plain_pool
+    assert not flash_delta.explain(flash_delta.prefill_gated_delta_rule, **(x | gaps)).problem.pools.plain
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -343,16 +343,16 @@ def test_lengths_are_values():
 
 
 def opcheck(x):
-    groups = (_run.Tensors, Slots, Around, _run.Chosen)
-    torch.library.opcheck(_run.operator, [x.get(name) for group in groups for name in group._fields] + [None])
+    arguments = _run.operator._schema.arguments
+    torch.library.opcheck(_run.operator, [x.get(argument.name) for argument in arguments[:-1]] + [None])
 
 
 def test_operator():
-    x = make_call("kda-raw") | {"op": "decode_kda", "gate": "channel", "erase": "decayed", "scale": None}
+    x = make_call("kda-raw") | {"op": "decode_kda", "kind": "channel", "erase": "decayed", "scale": None}
     x |= {
         "recurrent": True,
         "l2norm": True,
-        "raw_gate": True,
+        "raw": True,
         "raw_beta": True,
         "neg_eigval": False,
         "batch_invariant": False,
@@ -363,8 +363,8 @@ def test_operator():
 def test_operator_of_drafts():
     """That write other pools than they read."""
     x, conv = make_step("gdn-raw", T=3)
-    x |= {"op": "decode_gated_delta_rule", "gate": "scalar", "erase": "decayed", "recurrent": True, "l2norm": True}
-    x |= {"raw_gate": True, "raw_beta": True, "neg_eigval": False, "batch_invariant": False, "eps": 1e-5}
+    x |= {"op": "decode_gated_delta_rule", "kind": "scalar", "erase": "decayed", "recurrent": True, "l2norm": True}
+    x |= {"raw": True, "raw_beta": True, "neg_eigval": False, "batch_invariant": False, "eps": 1e-5}
     x |= {"activation": "silu", "norm_gate": x["output_norm"].gate, "norm_weight": x["output_norm"].weight}
     x |= dict(zip(("conv_pool", "conv_weight", "conv_bias"), conv, strict=True))
     x |= {"write_pool": z(2, 3, *x["state_pool"].shape[1:]), "conv_write_pool": z(2, 3, *conv[0].shape[1:])}
@@ -376,9 +376,9 @@ def test_operator_of_drafts():
 
 @pytest.mark.parametrize("offsets", [False, True])
 def test_operator_of_prefill(offsets):
-    x = make_prefill("gdn-raw") | {"op": "prefill_gated_delta_rule", "gate": "scalar", "erase": "decayed"}
+    x = make_prefill("gdn-raw") | {"op": "prefill_gated_delta_rule", "kind": "scalar", "erase": "decayed"}
     x |= {"has_initial_state": slots([1, 0], x).bool(), "checkpoint_indices": slots([[4], [5]], x)}
-    x |= {"recurrent": False, "l2norm": True, "raw_gate": True, "raw_beta": True, "neg_eigval": False}
+    x |= {"recurrent": False, "l2norm": True, "raw": True, "raw_beta": True, "neg_eigval": False}
     x |= {"checkpoint_every": 64, "max_prompts": 1, "batch_invariant": False, "rolling": False}
     if offsets:
         x |= {"checkpoint_indices": slots([4, 5], x), "checkpoint_offsets": slots([65, 3], x), "checkpoint_every": None}

@@ -18,6 +18,7 @@ import flash_delta
 from flash_delta import backend as backends
 from flash_delta.ops import _function
 from flash_delta.ops._operators import rule
+from flash_delta.ops._operators.define import take
 from flash_delta.problem import Inputs
 from flash_delta.reference import backend
 from flash_delta.testing import CASES, MEMBERS, make_inputs, run
@@ -52,7 +53,7 @@ def operator_arguments(member, x, needs_grad):
     """What ``call_operator`` hands to the operator."""
     problem = flash_delta.explain(member.op, **x).problem._replace(needs_grad=needs_grad)
     tensors = (x.get(name) for name in (*Inputs._fields, "cu_seqlens_cpu"))
-    return (*tensors, *(getattr(problem, name) for name in rule.Fields._fields), None)
+    return (*tensors, *take(problem, rule.Fields), None)
 
 
 @pytest.mark.parametrize("case", ["ragged", "no-initial-state", "in-kernel-packed"])

@@ -23,7 +23,7 @@ from flash_delta.kernels.triton.backward import scan_backward
 from flash_delta.kernels.triton.forward import factor, scan, solve
 from flash_delta.kernels.triton.forward.scan_launches import copies
 from flash_delta.kernels.triton.tiles import widest_float32, widest_key
-from flash_delta.problem import Inputs
+from flash_delta.problem import Inputs, Pools
 from flash_delta.testing import CASES, MEMBERS, Standard, make_inputs
 from flash_delta.testing.accuracy import run
 from workshop.gate.cases.rule import RuleCase, problem_of
@@ -176,13 +176,13 @@ def test_more_sequences_than_a_grid_has_room_for():
     p = p._replace(needs_grad=False)
     assert backend.unsupported(p._replace(HV=65_535)) is None
     said = "it scans up to 65,535 heads side by side, there are 65,536"
-    assert backend.unsupported(p._replace(HV=65_536, pool=torch.float32)) == said
+    assert backend.unsupported(p._replace(HV=65_536, pools=Pools())) == said
     many = p._replace(N=65_535)
     said = "it scans up to 65,534 sequences side by side, there are 65,535"
     assert backend.unsupported(many._replace(N=65_534)) is None
     assert backend.unsupported(many) == said
-    assert backend.unsupported(many._replace(pool=torch.float32, batch_invariant=True)) == said
-    assert backend.unsupported(many._replace(pool=torch.float32)) is None
+    assert backend.unsupported(many._replace(pools=Pools(), batch_invariant=True)) == said
+    assert backend.unsupported(many._replace(pools=Pools())) is None
     assert backend.unsupported(many._replace(recurrent=True, needs_grad=False)) is None
 
 

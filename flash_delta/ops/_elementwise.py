@@ -31,6 +31,7 @@ from flash_delta.problem import (
     Convolved,
     ElementwiseInputs,
     ElementwiseProblem,
+    Form,
     Gated,
     GateProblem,
     KnownCall,
@@ -123,18 +124,16 @@ def normalize_backward(x: Normalized, op: str, activation: str | None, eps: floa
     return known.backend.normalize_backward(known.problem, x, dy, known)
 
 
-def gate(
-    x: Gated, op: str, kind: str, lower_bound: float | None, output_dtype: torch.dtype, backend: str | None
-) -> Tensor:
-    """Log decays in g's shape; ``kind`` as `GateProblem.gate`."""
-    given = (backend, _describe_gate, op, kind, lower_bound, output_dtype)
+def gate(x: Gated, op: str, form: Form, output_dtype: torch.dtype, backend: str | None) -> Tensor:
+    """Log decays in g's shape."""
+    given = (backend, _describe_gate, op, form, output_dtype)
     known = recall(given, x)
     if known is None:
         if is_traced(x.g):
             p = _describe(given, x)
             if not operators.takes(p, x, backend):
                 return in_torch.gate(p, x)
-            return operators.gate(*x, *take(p, operators.GateFields), wished(backend))[0]
+            return operators.gate(*x, *take(p, operators.DecayFields), wished(backend))[0]
         known = _look_at(given, x)
     if _differentiates(known):
         return Gate.apply(known, *x)
@@ -188,9 +187,8 @@ def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -
     return describe_norm(x, op, activation, check_norm(op, x, eps))
 
 
-def _describe_gate(x: Gated, op: str, kind: str, lower_bound: float | None, output_dtype: torch.dtype) -> GateProblem:
-    lower_bound = check_gate(op, x, kind, lower_bound, output_dtype)
-    return describe_gate(x, op, kind, lower_bound, output_dtype)
+def _describe_gate(x: Gated, op: str, form: Form, output_dtype: torch.dtype) -> GateProblem:
+    return describe_gate(x, op, check_gate(op, x, form, output_dtype), output_dtype)
 
 
 class Convolve(torch.autograd.Function):

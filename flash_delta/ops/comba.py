@@ -74,20 +74,12 @@ def chunk_comba(
     op = "chunk_comba"
     inputs = Inputs(q, k, v, g, beta, p, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
-        "op": op,
-        "gate": "scalar",
-        "erase": "undecayed",
-        "optional_beta": True,
-        "scale": scale,
-        "chunk_size": chunk_size,
-        "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval,
+        "op": op, "gate": ("scalar", use_gate_in_kernel, None), "erase": "undecayed", "optional_beta": True,
+        "scale": scale, "chunk_size": chunk_size, "l2norm": use_qk_l2norm_in_kernel,
+        "raw_beta": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
-        "disable_recompute": disable_recompute,
-        "batch_invariant": batch_invariant,
-    }
+        "disable_recompute": disable_recompute, "batch_invariant": batch_invariant,
+    }  # fmt: skip
     return run_chunks(
         cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
     )

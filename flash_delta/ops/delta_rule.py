@@ -65,18 +65,11 @@ def chunk_delta_rule(
     refuse_head_first(op, head_first)
     inputs = Inputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
     options = {
-        "op": op,
-        "gate": "none",
-        "erase": "decayed",
-        "scale": scale,
-        "chunk_size": chunk_size,
-        "l2norm": use_qk_l2norm_in_kernel,
-        "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval,
+        "op": op, "gate": ("none", False, None), "erase": "decayed", "scale": scale, "chunk_size": chunk_size,
+        "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
         "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
-        "disable_recompute": disable_recompute,
-        "batch_invariant": batch_invariant,
-    }
+        "disable_recompute": disable_recompute, "batch_invariant": batch_invariant,
+    }  # fmt: skip
     return run_chunks(
         cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
     )

@@ -45,7 +45,7 @@ def fused_gdn_gate(
 
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
-    return gate(Gated(g, A_log, dt_bias), "fused_gdn_gate", "scalar", None, output_dtype, backend)
+    return gate(Gated(g, A_log, dt_bias), "fused_gdn_gate", ("scalar", True, None), output_dtype, backend)
 
 
 def fused_kda_gate(
@@ -87,4 +87,4 @@ def fused_kda_gate(
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
-    return gate(Gated(g, A_log, dt_bias), "fused_kda_gate", "channel", lower_bound, output_dtype, backend)
+    return gate(Gated(g, A_log, dt_bias), "fused_kda_gate", ("channel", True, lower_bound), output_dtype, backend)

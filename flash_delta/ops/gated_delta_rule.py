@@ -108,19 +108,11 @@ def chunk_gated_delta_rule(
     refuse_head_first(op, head_first)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
-        "op": op,
-        "gate": "scalar",
-        "erase": "decayed",
-        "scale": scale,
-        "chunk_size": chunk_size,
-        "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval,
-        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
-        "disable_recompute": disable_recompute,
-        "batch_invariant": batch_invariant,
-    }
+        "op": op, "gate": ("scalar", use_gate_in_kernel, None), "erase": "decayed", "scale": scale,
+        "chunk_size": chunk_size, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "disable_recompute": disable_recompute, "batch_invariant": batch_invariant,
+    }  # fmt: skip
     return run_chunks(
         cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
     )
@@ -210,16 +202,8 @@ def fused_recurrent_gated_delta_rule(
         state_v_first = state_layout(op, state_v_first, transpose_state_layout)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
-        "op": op,
-        "gate": kind,
-        "erase": "decayed",
-        "optional_beta": True,
-        "scale": scale,
-        "recurrent": True,
-        "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval,
-        "state_v_first": state_v_first,
-    }
+        "op": op, "gate": (kind, use_gate_in_kernel, None), "erase": "decayed", "optional_beta": True, "scale": scale,
+        "recurrent": True, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first,
+    }  # fmt: skip
     return run_tokens(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)

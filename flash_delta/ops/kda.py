@@ -125,21 +125,12 @@ def chunk_kda(
         lower_bound = LOWEST_BOUND
     inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
-        "op": op,
-        "gate": "channel",
-        "erase": "decayed",
-        "scale": scale,
-        "chunk_size": chunk_size,
-        "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "lower_bound": lower_bound,
-        "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval,
-        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
-        "keep_states": return_intermediate_states,
-        "disable_recompute": disable_recompute,
+        "op": op, "gate": ("channel", use_gate_in_kernel, lower_bound), "erase": "decayed", "scale": scale,
+        "chunk_size": chunk_size, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "keep_states": return_intermediate_states, "disable_recompute": disable_recompute,
         "batch_invariant": batch_invariant,
-    }
+    }  # fmt: skip
     if cp_context is not None:
         refuse_unless_none(op, "max_num_seqs", max_num_seqs, "cp_context has the bounds")
         if return_intermediate_states:
@@ -217,16 +208,8 @@ def fused_recurrent_kda(
     op = "fused_recurrent_kda"
     inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
-        "op": op,
-        "gate": "channel",
-        "erase": "decayed",
-        "scale": scale,
-        "recurrent": True,
-        "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "lower_bound": lower_bound,
-        "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval,
-        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
-    }
+        "op": op, "gate": ("channel", use_gate_in_kernel, lower_bound), "erase": "decayed", "scale": scale,
+        "recurrent": True, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+    }  # fmt: skip
     return run_tokens(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)

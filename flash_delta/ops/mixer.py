@@ -162,7 +162,7 @@ def mix(
     taps = (taps, None, None) if isinstance(taps, Tensor) else tuple(taps)
     if len(taps) != 3:
         refuse(op, "taps", "a tensor, or three, of q, k and v", len(taps))
-    options = MixOptions(gate, scale, lower_bound, allow_neg_eigval, norm_eps, norm_activation, places)
+    options = MixOptions((gate, True, lower_bound), scale, allow_neg_eigval, norm_eps, norm_activation, places)
     return run_mix(Mixed(*given, *taps, A_log, dt_bias, norm_weight, cu_seqlens), options, cu_seqlens_cpu, backend)
 
 

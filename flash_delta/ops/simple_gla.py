@@ -72,15 +72,10 @@ def chunk_simple_gla(
         g = g_gamma.expand(B, T, HV) if g is None else g + g_gamma
     inputs = Inputs(q, k, v, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
     options = {
-        "op": op,
-        "gate": "none" if g is None else "scalar",
-        "erase": None,
-        "scale": scale,
-        "chunk_size": chunk_size,
-        "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
-        "disable_recompute": disable_recompute,
-        "batch_invariant": batch_invariant,
-    }
+        "op": op, "gate": ("none" if g is None else "scalar", False, None), "erase": None, "scale": scale,
+        "chunk_size": chunk_size, "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
+        "disable_recompute": disable_recompute, "batch_invariant": batch_invariant,
+    }  # fmt: skip
     return run_chunks(
         cp_context, inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend
     )

@@ -35,6 +35,7 @@ from flash_delta.problem.marks import (
     Schema,
     marked,
 )
+from flash_delta.problem.parts import Form, Gate, Pools, gate_of
 from flash_delta.problem.rule import Around, Inputs, Outputs, Problem, Slots
 
 __all__ = [
@@ -51,6 +52,8 @@ __all__ = [
     "ConvolvedHeads",
     "ElementwiseInputs",
     "ElementwiseProblem",
+    "Form",
+    "Gate",
     "GateProblem",
     "Gated",
     "Inputs",
@@ -59,10 +62,12 @@ __all__ = [
     "NormProblem",
     "Normalized",
     "Outputs",
+    "Pools",
     "Problem",
     "Schema",
     "Slots",
     "addresses",
+    "gate_of",
     "marked",
     "needs_gradient",
 ]

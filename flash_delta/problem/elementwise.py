@@ -1,11 +1,12 @@
 """Calls of what is around the rule in a layer: convolution, norm and gate, and all of a mixer."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_delta.problem.marks import Compiled, Schema
+from flash_delta.problem.parts import Gate
 
 
 class ConvolutionProblem(NamedTuple):
@@ -74,8 +75,7 @@ class GateProblem(NamedTuple):
     K: Compiled[int]  # gates per head: one per channel, or 1 for a gate per head
     dtype: torch.dtype  # the widest of its tensors
     device: Compiled[torch.device]
-    gate: Schema[Literal["scalar", "channel"]]  # one per value head, one per key channel
-    lower_bound: Schema[float | None]  # as in Problem
+    gate: Schema[Gate]  # raw
     output_dtype: Schema[Compiled[torch.dtype]]
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.problem.marks import Compiled, Schema
+from flash_delta.problem.parts import Gate, Pools
 
 
 class Problem(NamedTuple):
@@ -26,11 +27,10 @@ class Problem(NamedTuple):
     N: int
     dtype: torch.dtype  # of q, k, v and o
     device: Compiled[torch.device]
-    gate: Schema[Compiled[Literal["none", "scalar", "channel"]]]  # no decay, one per value head, one per key channel
+    gate: Schema[Gate]
     # The state that the delta rule reads: after or before this token's decay. None: no delta rule (simple GLA).
     erase: Schema[Compiled[Literal["decayed", "undecayed"] | None]]
     scale: Schema[float]
-    g_dtype: torch.dtype | None = None  # of g, often wider than q; None: there is no g
     chunk_size: Schema[int] = 64
     recurrent: Schema[bool] = False  # the forward runs token by token
     erase_keys: bool = False  # tokens erase with Inputs.p and write with k
@@ -38,9 +38,6 @@ class Problem(NamedTuple):
     lengths: tuple[int, ...] | None = None
     packed: Compiled[bool] = False  # B = 1 and the row holds N sequences
     l2norm: Schema[Compiled[bool]] = False  # q, k (and p) are normalised first
-    raw_gate: Schema[Compiled[bool]] = False  # the log decay is computed from a raw g, A_log, dt_bias and lower_bound
-    # The bound of a raw gate; None: the softplus gate. For given log decays: a smaller one counts as the bound.
-    lower_bound: Schema[float | None] = None
     raw_beta: Schema[Compiled[bool]] = False  # beta is a logit
     beta_range: Schema[float] = 1.0  # the sigmoid is multiplied by it: 2 allows negative eigenvalues
     most_beta: Schema[float] = 2.0  # how large beta can be: 1 or 2
@@ -48,20 +45,8 @@ class Problem(NamedTuple):
     keep_states: Schema[bool] = False  # also return the state at the start of every chunk
     disable_recompute: Schema[bool] = False  # the forward saves more, and the backward pass recomputes less
     needs_grad: Schema[bool] = False
-    taps: Compiled[int] = 0  # serving: taps of the short convolution before the rule; 0: no convolution
-    window: Compiled[int] = 0  # how many inputs of a channel a window in the convolution's pool holds
-    rolling: Compiled[bool] = False  # slots of that pool hold more: a draft's inputs, after those of its first window
-    eps: float | None = None  # serving: eps of the gated norm after the rule; None: no norm
-    activation: Compiled[Literal["silu", "sigmoid"] | None] = None  # the activation of that norm's gate
-    pool: torch.dtype | None = None  # serving: the dtype of the pool whose slots hold the states
-    write_pool: torch.dtype | None = None  # decoding: dtype of the pool that is written; None: the same pool
-    checkpoint_every: int = 0  # prefill: tokens between two checkpoints; 0: no checkpoints
-    most_tokens: int = 0  # decoding of packed rows: rows with more tokens are padding; 0: rows are not packed
-    checkpoint_offsets: bool = False  # prefill: each sequence has one checkpoint, at its own offset
-    plain_pool: bool = True  # slots have no gaps inside and begin at multiples of 16 bytes
-    max_prompts: int | None = None  # prefill: at most so many sequences have over SHORT tokens; None: any number
-    null_slot: int = -1  # serving: this index is padding, like indices out of range
     batch_invariant: Schema[Compiled[bool]] = False  # chunk ops, prefill: no sequence changes another one's bits
+    pools: Pools | None = None  # of a serving call
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -70,7 +55,7 @@ class Problem(NamedTuple):
     @property
     def decodable(self) -> bool:
         """Whether serving supports this member: a decay, and keys that erase what they write from the decayed state."""
-        return self.gate != "none" and self.erase == "decayed" and not self.erase_keys
+        return self.gate.kind != "none" and self.erase == "decayed" and not self.erase_keys
 
     @property
     def writes_states(self) -> bool:
@@ -108,7 +93,7 @@ class Slots(NamedTuple):
     num_accepted_tokens: Tensor | None = None  # [B], in 1 .. W
     parent_idx: Tensor | None = None  # [B, T]: the token that each continues; -1, and for the first: the row
     has_initial_state: Tensor | None = None  # [N], bool; False: start from zeros; None: all True
-    checkpoint_indices: Tensor | None = None  # [N, M]: for states after each Problem.checkpoint_every tokens; or [N]:
+    checkpoint_indices: Tensor | None = None  # [N, M]: for states after each Pools.checkpoint_every tokens; or [N]:
     checkpoint_offsets: Tensor | None = None  # for the states after so many tokens, [N]; out of range: for none
     out: Tensor | None = None  # [B, T, HV, V] in Problem.dtype, without gaps; None: new memory
     write_pool: Tensor | None = None  # where states go instead: slots, or [rows, S, HV, ..] with token t's at [row, t]

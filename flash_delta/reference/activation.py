@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_delta.problem import Gate
+
 NORM_EPS = 1e-6  # inside the root, as in fla and transformers
 
 
@@ -91,24 +93,27 @@ def naive_kda_lowerbound_gate(
     return (lower_bound * torch.sigmoid(x)).to(output_dtype)
 
 
-def log_decay(a: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None) -> Tensor:
-    """``-rate * softplus(a + bias)``, or ``lower_bound * sigmoid(rate * (a + bias))``; rate = exp(A_log), None: 1."""
+def log_decay(gate: Gate, a: Tensor, rate: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The log decay of what the caller gives. From a raw gate ``-rate * softplus(a + bias)``, or with a bound
+    ``bound * sigmoid(rate * (a + bias))``; rate = exp(A_log), None: 1. Else ``a``, or ``max(a, bound)``."""
+    if not gate.raw:
+        return a if gate.bound is None else a.clamp(min=gate.bound)
     x = a if bias is None else a + bias
     rate = 1.0 if rate is None else rate
-    return -rate * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(rate * x)
+    return -rate * F.softplus(x) if gate.bound is None else gate.bound * torch.sigmoid(rate * x)
 
 
 def log_decay_backward(
-    dg: Tensor, a: Tensor, rate: Tensor | None, bias: Tensor | None, lower_bound: float | None
+    gate: Gate, dg: Tensor, a: Tensor, rate: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``(da, dA)`` per element: the gradient of ``a``, which is also that of ``bias`` before its sum, and of
-    ``A_log``."""
+    """``(da, dA)`` of a raw gate, per element: the gradient of ``a``, which is also that of ``bias`` before its sum,
+    and of ``A_log``."""
     x = a if bias is None else a + bias
     rate = 1.0 if rate is None else rate
-    if lower_bound is None:
+    if gate.bound is None:
         return -dg * rate * torch.sigmoid(x), -dg * rate * F.softplus(x)
     s = torch.sigmoid(rate * x)
-    da = dg * (lower_bound * rate) * s * (1 - s)
+    da = dg * (gate.bound * rate) * s * (1 - s)
     return da, da * x
 
 

@@ -14,7 +14,7 @@ def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around
     token = torch.cat([y[:, t].flatten(1) for y in (x.q, x.k, x.v)], 1)  # [B, D]
     inputs = torch.cat([window, token.unsqueeze(2).to(window.dtype)], 2)  # [B, D, L + 1]
     weight = around.conv_weight.to(problem.accumulate)
-    y = (inputs[..., -problem.taps :].to(weight.dtype) * weight).sum(2)
+    y = (inputs[..., -problem.pools.taps :].to(weight.dtype) * weight).sum(2)
     y = each_alone(silu, y if around.conv_bias is None else y + around.conv_bias.to(weight.dtype))
     q, k, v = (heads.unsqueeze(1) for heads in in_heads(problem, y))
     return x._replace(q=q, k=k, v=v, g=x.g[:, t : t + 1], beta=x.beta[:, t : t + 1]), inputs[..., 1:]
@@ -38,7 +38,7 @@ def in_heads(problem: Problem, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def normalize(problem: Problem, o: Tensor, gate: Tensor, around: Around) -> Tensor:
     """The gated norm of ``o``; both are ``[.., HV, V]``. In decoding, each row is computed as if it were alone."""
     gate = gate.to(o.dtype).contiguous()  # bits must not depend on strides, as in step.py
-    activate = silu if problem.activation == "silu" else torch.sigmoid
+    activate = silu if problem.pools.activation == "silu" else torch.sigmoid
     gate = each_alone(activate, gate) if problem.recurrent else activate(gate)
     length = (o * o).mean(-1, keepdim=True)
-    return o * torch.rsqrt(length + problem.eps) * around.norm_weight.to(o.dtype) * gate
+    return o * torch.rsqrt(length + problem.pools.eps) * around.norm_weight.to(o.dtype) * gate

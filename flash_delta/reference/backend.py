@@ -16,13 +16,13 @@ plans_on_host = True
 
 def unsupported(problem: Problem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
-    if problem.pool is not None and problem.device.type != "cpu":
+    if problem.pools is not None and problem.device.type != "cpu":
         return f"it reads the indices of slots on the host, but they are on {problem.device}"
-    if problem.gate == "channel" and problem.erase == "undecayed":
+    if problem.gate.kind == "channel" and problem.erase == "undecayed":
         return "with a decay per channel it erases from the decayed state"
     if problem.erase is None and problem.erase_keys:
         return "it has no use for erase keys (p) in a rule that erases nothing"
-    if problem.pool is not None and not problem.decodable:
+    if problem.pools is not None and not problem.decodable:
         return "on a pool it runs Gated DeltaNet and Kimi Delta Attention only"
     if problem.lengths is None and (problem.dtype != torch.float64 or problem.device.type == "meta"):
         return f"it plans packed sequences on the host, but cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"

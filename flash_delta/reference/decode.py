@@ -32,7 +32,7 @@ class Row(NamedTuple):
 @torch.no_grad()
 def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o [B, T, HV, V]``, or ``[1, total, HV, V]`` for packed rows. The pools are written in place."""
-    most = problem.most_tokens
+    most = problem.pools.most_tokens
     lengths = [n if n <= most else 0 for n in problem.lengths] if problem.packed else [problem.T] * problem.B
     rows = plan_rows(problem, s, lengths)  # a refusal comes before anything is written
     o = zeros_of(problem, s)
@@ -93,7 +93,7 @@ def written(s: Slots) -> Tensor:
 def is_slot(problem: Problem, s: Slots, index: int | Tensor, pool: Tensor | None = None) -> bool | Tensor:
     """Whether ``index`` is a slot of ``pool``, or of the pool that is read if ``pool`` is None."""
     slots = len(s.state_pool if pool is None else pool)
-    return (index >= 0) & (index < slots) & (index != problem.null_slot)
+    return (index >= 0) & (index < slots) & (index != problem.pools.null_slot)
 
 
 def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
@@ -104,7 +104,7 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
     per_token = write is not None and s.write_indices.dim() == 2
     for b, ((table, column), T) in enumerate(zip(slots_read(s), lengths, strict=True)):
         read = table[column]
-        row = Row(read, column, table[0] if problem.rolling else read, {}, {})
+        row = Row(read, column, table[0] if problem.pools.rolling else read, {}, {})
         for t in range(T if is_slot(problem, s, read) and is_slot(problem, s, row.window) else 0):
             parent = t - 1 if parents is None or t == 0 else parents[b][t]
             slot = None if write is None else write[b][t] if per_token else write[b]
@@ -122,7 +122,7 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
         for b, row in rows.items()
     ]
     refuse_shared(problem.op, uses)
-    if problem.rolling and write is not None:  # a row has one window, in the first of the slots that it may read
+    if problem.pools.rolling and write is not None:  # a row has one window, in the first of the slots that it may read
         refuse_shared(problem.op, [Use(b, None, [(row.window, "read_indices")]) for b, row in rows.items()])
     return rows
 
@@ -215,9 +215,9 @@ class Windows:
         self.problem, self.around, self.written = problem, around, s.write_indices is not None
         found = [(rows[b].window, rows[b].column) if b in rows else (0, 0) for b in range(problem.B)]
         first = around.conv_pool[[slot for slot, _ in found]]
-        if problem.rolling:
+        if problem.pools.rolling:
             places = enumerate(column for _, column in found)
-            first = torch.stack([first[b, :, column : column + problem.window] for b, column in places])
+            first = torch.stack([first[b, :, column : column + problem.pools.window] for b, column in places])
         self.after = {-1: first}  # by the token that left the windows; -1: those of the rows
 
     def convolved(self, x: Inputs, t: int, live: dict[int, Row]) -> tuple[Inputs, int]:
@@ -228,8 +228,8 @@ class Windows:
         self.after[t] = window
         pool = self.around.conv_pool if self.around.conv_write_pool is None else self.around.conv_write_pool
         for b, row in live.items():
-            if self.problem.rolling and self.written:
-                pool[row.window, :, t : t + self.problem.window] = window[b]
-            elif t in row.writes and not self.problem.rolling:
+            if self.problem.pools.rolling and self.written:
+                pool[row.window, :, t : t + self.problem.pools.window] = window[b]
+            elif t in row.writes and not self.problem.pools.rolling:
                 place(pool, row.writes[t], t, 2)[:] = window[b]
         return token, 0

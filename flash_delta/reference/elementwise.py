@@ -88,9 +88,9 @@ def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCa
 
 
 def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
-    if p.lower_bound is not None:
-        return naive_kda_lowerbound_gate(*x, p.lower_bound, p.output_dtype)
-    return (naive_kda_gate if p.gate == "channel" else naive_gdn_gate)(*x, p.output_dtype)
+    if p.gate.bound is not None:
+        return naive_kda_lowerbound_gate(*x, p.gate.bound, p.output_dtype)
+    return (naive_kda_gate if p.gate.kind == "channel" else naive_gdn_gate)(*x, p.output_dtype)
 
 
 def slide(row: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

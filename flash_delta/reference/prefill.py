@@ -95,7 +95,7 @@ class Windows:
 
     def __init__(self, problem: Problem, x: Inputs, s: Slots, around: Around, stored: Tensor, starts: list[int]):
         self.problem, self.around = problem, around
-        self.pool, self.L = around.conv_pool[..., : problem.window], problem.window  # [slots, D, L]
+        self.pool, self.L = around.conv_pool[..., : problem.pools.window], problem.pools.window  # [slots, D, L]
         tokens = torch.cat([y[0].flatten(1) for y in (x.q, x.k, x.v)], 1).to(self.pool.dtype)  # [T, D]
         first = torch.zeros(problem.N, *self.pool.shape[1:], dtype=self.pool.dtype, device=problem.device)
         first[stored] = self.pool[s.read_indices[stored].long()]
@@ -103,7 +103,7 @@ class Windows:
 
     def convolved(self, pieces: list[Piece]) -> dict[str, Tensor]:
         """q, k and v of these tokens, in order."""
-        before = self.L - self.problem.taps + 1
+        before = self.L - self.problem.pools.taps + 1
         y = [
             convolve_prompt(self.problem, self.inputs[n][before + start : self.L + stop], self.around)
             for n, start, stop in pieces
@@ -141,7 +141,7 @@ def checkpoints_at_offsets(problem: Problem, s: Slots, alive: Tensor) -> dict[in
 
 def uses_of(problem: Problem, s: Slots, stored: Tensor, alive: Tensor, offsets: dict[int, Checkpoint]) -> Iterator[Use]:
     """The slots that sequences use."""
-    every = problem.checkpoint_every
+    every = problem.pools.checkpoint_every
     for n in alive.nonzero()[:, 0].tolist():
         stops = range(every, problem.lengths[n] + 1, every) if every else ()
         kept = [slot for _, _, slot in checkpoints_at_strides(problem, s, [Piece(n, 0, stop) for stop in stops])]
@@ -176,7 +176,7 @@ def parts(
         yield step, short
     lengths = [length if length > SHORT else 0 for length in lengths]
     longest = max(lengths, default=0)
-    every = problem.checkpoint_every or max(longest, 1)
+    every = problem.pools.checkpoint_every or max(longest, 1)
     bounds = sorted({*range(0, longest, every), *(at for at in ends if at < longest), longest})
     for start, stop in pairwise(bounds):
         yield forward, [Piece(n, start, min(stop, length)) for n, length in enumerate(lengths) if length > start]
@@ -184,8 +184,8 @@ def parts(
 
 def checkpoints_at_strides(problem: Problem, s: Slots, pieces: list[Piece]) -> Iterator[tuple[int, int, int]]:
     """Yields, for each piece that ends at a checkpoint, the sequence, its number of tokens so far, and the slot."""
-    for n, _, stop in pieces if problem.checkpoint_every else ():
-        m, behind = divmod(stop, problem.checkpoint_every)
+    for n, _, stop in pieces if problem.pools.checkpoint_every else ():
+        m, behind = divmod(stop, problem.pools.checkpoint_every)
         if behind == 0 and m <= s.checkpoint_indices.shape[1]:
             slot = int(s.checkpoint_indices[n, m - 1])
             if is_slot(problem, s, slot):

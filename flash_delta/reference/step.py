@@ -101,13 +101,13 @@ def keys_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> tuple[T
 def decay_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Tensor:
     """e^g, ``[n HV, 1 or K, 1]``."""
     g = at(x.g, t, rows).to(problem.accumulate).contiguous()  # [n, HV] or [n, HV, K]
-    if problem.raw_gate:
+    if not problem.gate.raw:
+        g = log_decay(problem.gate, g, None, None)
+    else:
         shape = (problem.HV, -1) if g.dim() == 3 else (problem.HV,)
         rate = None if x.A_log is None else x.A_log.to(g.dtype).exp().reshape(shape)
         bias = None if x.dt_bias is None else x.dt_bias.to(g.dtype).reshape(shape)
-        g = each_alone(lambda a: log_decay(a, rate, bias, problem.lower_bound), g)
-    elif problem.lower_bound is not None:
-        g = g.clamp(min=problem.lower_bound)
+        g = each_alone(lambda a: log_decay(problem.gate, a, rate, bias), g)
     return g.exp().reshape(g.shape[0] * problem.HV, -1, 1)
 
 

@@ -41,11 +41,9 @@ class TokenReader:
             b = self.values(x.beta, segment)
             b = strength(b, problem.beta_range) if problem.raw_beta else b
         if x.g is not None:
-            g = self.values(x.g, segment)
-            if problem.raw_gate:
-                g = self.layout.mask_(log_decay(g, self.rate, self.bias, problem.lower_bound), segment)
-            elif problem.lower_bound is not None:
-                g = g.clamp(min=problem.lower_bound)
+            g = log_decay(problem.gate, self.values(x.g, segment), self.rate, self.bias)
+            if problem.gate.raw:
+                g = self.layout.mask_(g, segment)
             G = H = g.clamp(min=LOG_ZERO).cumsum(-2, dtype=torch.float64)
             if problem.erase == "undecayed":
                 H = shift(G)
@@ -87,20 +85,16 @@ class GradientWriter:
             self._store("g", self._gate(segment, d.dg), segment)
 
     def _gate(self, segment: Segment, dg: Tensor) -> Tensor:
-        """The gradient of g as the caller gave it: a raw activation or a log decay."""
-        problem, x = self.reader.problem, self.reader.x
-        if problem.raw_gate:
-            return self._raw_gate(segment, dg)
-        if problem.lower_bound is None:
+        """The gradient of g as the caller gave it: a raw activation or a log decay. Those of A_log and dt_bias are
+        summed in the accumulation dtype."""
+        reader, gate = self.reader, self.reader.problem.gate
+        if not gate.raw and gate.bound is None:
             return dg
-        return dg.masked_fill(self.reader.values(x.g, segment) < problem.lower_bound, 0.0)
-
-    def _raw_gate(self, segment: Segment, dg: Tensor) -> Tensor:
-        """The gradient of the raw activation. Those of A_log and dt_bias are summed in the accumulation dtype."""
-        reader = self.reader
-        dg = reader.layout.mask_(dg, segment)  # slots after a sequence's end do not decay
         a = reader.values(reader.x.g, segment)
-        da, dA = log_decay_backward(dg, a, reader.rate, reader.bias, reader.problem.lower_bound)
+        if not gate.raw:
+            return dg.masked_fill(a < gate.bound, 0.0)
+        dg = reader.layout.mask_(dg, segment)  # slots after a sequence's end do not decay
+        da, dA = log_decay_backward(gate, dg, a, reader.rate, reader.bias)
         if self.ddt_bias is not None:
             self.ddt_bias += da.sum((0, 3)).unsqueeze(-2)
         if self.dA_log is not None:

@@ -13,7 +13,7 @@ from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip, Tile, takes_tma
 from flash_delta.kernels.runtime.workspace import Factors, Solved
 from flash_delta.kernels.triton.serving.decode import run_decode
-from flash_delta.problem import Around, Inputs, Problem, Slots
+from flash_delta.problem import Around, Inputs, Pools, Problem, Slots
 from flash_delta.reference import backend, chunked, stages
 from flash_delta.reference.tokens import TokenReader
 from workshop.gate.cases.rule import Kernels, Tensors, describe
@@ -114,7 +114,7 @@ def make_decoding(
 
 def decoding(made: Tensors, v_first: bool) -> tuple[Problem, Inputs, Slots]:
     x = Inputs(*(made[name] for name in ("q", "k", "v", "g", "beta")))
-    p = describe(x)._replace(recurrent=True, state_v_first=v_first, pool=made["pool"].dtype)
+    p = describe(x)._replace(recurrent=True, state_v_first=v_first, pools=Pools(dtype=made["pool"].dtype))
     return p, x, Slots(made["pool"], made["read"], made["write"])
 
 

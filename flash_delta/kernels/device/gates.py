@@ -4,8 +4,8 @@ With rate = e^A_log the log decay of an activation a is
 
     per head                    -rate softplus(a + dt_bias)
     per channel                 max(-rate softplus(a + dt_bias), LEAST_DECAY)
-    per channel, with a bound   lower_bound sigmoid(rate (a + dt_bias))
-    given per channel           max(a, lower_bound), or max(a, LEAST_DECAY) without a bound
+    per channel, with a bound   bound sigmoid(rate (a + dt_bias))
+    given per channel           max(a, bound), or max(a, LEAST_DECAY) without a bound
 
 reference/activation.py has the same in PyTorch. Functions in Triton count in nats, or in a unit that the kernel asks
 for. Functions in Gluon count in bits.
@@ -82,22 +82,22 @@ def living(a, live, RAW_GATE: tl.constexpr):
 
 
 @triton.jit
-def channel_log_decay(a, rate, bias, lower_bound, unit, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
+def channel_log_decay(a, rate, bias, bound, unit, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
     """The log decay for ``a`` of any shape, in units of 1 / ``unit`` nats:
 
     given                      max(a, LEAST_DECAY)
-    given, BOUNDED             max(a, lower_bound)
+    given, BOUNDED             max(a, bound)
     RAW_GATE                   max(-rate softplus(a + bias), LEAST_DECAY)
-    RAW_GATE, BOUNDED          lower_bound sigmoid(rate (a + bias))
+    RAW_GATE, BOUNDED          bound sigmoid(rate (a + bias))
     """
     if not RAW_GATE:
-        return tl.maximum(a.to(tl.float32), lower_bound if BOUNDED else LEAST_DECAY) * unit
+        return tl.maximum(a.to(tl.float32), bound if BOUNDED else LEAST_DECAY) * unit
     if not BOUNDED:
         return tl.maximum(-rate * softplus(a.to(tl.float32) + bias), LEAST_DECAY) * unit
     if a.dtype == tl.float32:
-        return lower_bound * unit / (1.0 + tl.exp2(rate * -BITS * (a + bias)))
+        return bound * unit / (1.0 + tl.exp2(rate * -BITS * (a + bias)))
     else:  # the square of a reciprocal root needs no division, and one instruction adds the square; the error is 4e-7
-        inverse = -1.0 / (lower_bound * unit)
+        inverse = -1.0 / (bound * unit)
         root = tl.rsqrt(inverse + inverse * tl.exp2(a.to(tl.float32) * (rate * -BITS) + bias * (rate * -BITS)))
         return root * root * -1.0  # not -x, which would be a separate instruction, 0 - x
 
@@ -114,9 +114,9 @@ def channel_gate_backward(dg, decay, a, rate, bias, live, BOUNDED: tl.constexpr)
 
 
 @triton.jit
-def clamp_backward(dg, a, lower_bound):
+def clamp_backward(dg, a, bound):
     """The gradient of a log decay that was given with a bound. It is 0 below the bound."""
-    return tl.where(a.to(tl.float32) < lower_bound, 0.0, dg)
+    return tl.where(a.to(tl.float32) < bound, 0.0, dg)
 
 
 @triton.jit
@@ -169,12 +169,12 @@ def log_decays(x, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
 
 
 @gluon.jit
-def log_decays_of_rows(a, live, rate, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+def log_decays_of_rows(a, live, rate, bias, bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """Log decays in bits. They are 0 for tokens after the sequence's end."""
     if not RAW_GATE:  # zeros were loaded after the end
-        return gl.maximum(a, lower_bound if BOUNDED else LEAST_DECAY) * BITS
+        return gl.maximum(a, bound if BOUNDED else LEAST_DECAY) * BITS
     elif BOUNDED:
-        inverse, turned = -1.0 / (lower_bound * BITS), rate * -BITS
+        inverse, turned = -1.0 / (bound * BITS), rate * -BITS
         root = gl.rsqrt(inverse + inverse * gl.exp2(a * turned[:, None] + (bias * turned)[:, None]))
         return gl.where(live, root * root * -1.0, 0.0)
     else:

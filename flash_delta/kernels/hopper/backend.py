@@ -85,7 +85,7 @@ def unsupported(problem: Problem) -> str | None:
         return "it does not return the states of chunks"
     if (problem.HV > MOST_PROGRAMS or _scans_in_triton(problem)) and (reason := crowded(problem)) is not None:
         return reason
-    if problem.gate == "channel":
+    if problem.gate.kind == "channel":
         return channel.unsupported(problem) or _unsupported_pool(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
@@ -93,9 +93,9 @@ def unsupported(problem: Problem) -> str | None:
     if wide.K not in WIDTHS or wide.V % wide.K or wide.V > MOST_VALUES:
         widths = f"K has to be one of {', '.join(map(str, WIDTHS))}, and V a multiple of it up to {MOST_VALUES}"
         return f"{widths}, or both up to 128 without a pool; they are {problem.K} and {problem.V}"
-    if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
+    if problem.pools is not None and not problem.decodable:  # prefill decodes its short sequences
         return f"on a pool it runs {triton.DECODED}"
-    if problem.pool is not None and (problem.K == WHOLE or problem.V != problem.K):
+    if problem.pools is not None and (problem.K == WHOLE or problem.V != problem.K):
         return f"on a pool K and V have to be 64 or 128, both; they are {problem.K} and {problem.V}"
     if problem.scale <= 0:
         return f"scale has to be positive, it is {problem.scale}"
@@ -104,15 +104,15 @@ def unsupported(problem: Problem) -> str | None:
 
 def _scans_in_triton(p: Problem) -> bool:
     """Whether kernels of ``triton`` may scan the states, forward or back."""
-    if p.gate == "channel":
-        return p.needs_grad or (p.batch_invariant and p.pool is None)
+    if p.gate.kind == "channel":
+        return p.needs_grad or (p.batch_invariant and p.pools is None)
     return p.needs_grad and scalar_backward.unsupported(p) is not None
 
 
 def _unsupported_pool(p: Problem) -> str | None:
-    if p.pool not in (None, torch.float32, torch.bfloat16, torch.float16):
-        return f"its states are float32, the pool is {p.pool}"
-    if not p.plain_pool:
+    if p.pools is not None and p.pools.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its states are float32, the pool is {p.pools.dtype}"
+    if p.pools is not None and not p.pools.plain:
         return "the pool has gaps inside of its slots, or slots that do not begin at multiples of 16 bytes"
     return None
 
@@ -146,7 +146,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Empty tensors like those that ``forward`` saves. If columns run as heads, nothing is saved, since the backward
     pass needs whole heads. It computes everything again."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # not symbols: kernels are compiled for them
-    if p.gate == "channel" and not channel.saves(fixed):
+    if p.gate.kind == "channel" and not channel.saves(fixed):
         return ()
     saved = _for_backward(padded(fixed))
     return () if saved is None else (saved.buffer,)
@@ -154,7 +154,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     check_states(p.op)
-    if p.gate == "channel" and p.N * p.T:
+    if p.gate.kind == "channel" and p.N * p.T:
         return channel.forward(p, x, known)
     if p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
@@ -280,7 +280,7 @@ def backward(
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
         return gradients_of(x, made)
-    if p.gate == "channel" and p.N * p.T:
+    if p.gate.kind == "channel" and p.N * p.T:
         return channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or scalar_backward.unsupported(p) is not None:
         return triton.backward(p, x, (), do, dfinal, known)
@@ -300,7 +300,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     if p.N * p.T == 0:  # there is nothing to scan: at most states are copied or zeros written
         return triton.prefill(p, x, s, around, known)
     check_states(p.op)
-    if p.gate == "channel":
+    if p.gate.kind == "channel":
         return channel_prefill.prefill(p, x, s, around, known)
     o = triton.output_of(p, s)
     w, convolved = new_listed_scan(p, chip_of(p.device)), new_convolved(p)
@@ -308,17 +308,17 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     def kernels(c: Call) -> None:
         rule = run_before(c, convolved)
         slots = Slots(*rule.more)
-        if p.checkpoint_offsets:
+        if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=True)
         run_listed_scan(rule, o, w, slots, slots.state_pool)
         if not p.batch_invariant:
             run_decode(rule, o)
-        if p.checkpoint_offsets:
+        if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=False)
         run_after(c, o)
 
     with on(p.device):
-        given = x if p.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
+        given = x if p.pools.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
         call = make_call(p, triton.with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(*w.memory, *convolved))
     triton.remember_served(call, x, known, PREFILL)
@@ -328,7 +328,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 def _for_backward(p: Problem) -> Workspace | None:
     """The workspace of what the forward pass saves. It is None if ``triton`` runs the backward pass. That pass computes
     everything again, since it keeps A in another form."""
-    if p.gate == "channel":
+    if p.gate.kind == "channel":
         return triton.for_backward(p)
     return None if scalar_backward.unsupported(p) else scalar_backward.for_backward(p)
 
@@ -358,17 +358,17 @@ def _handed(segmented: SegmentedScan | None, tape: Tape | None, *, planned: bool
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
-    if p.gate == "channel":
+    if p.gate.kind == "channel":
         return channel_prefill.workspace_bytes(p, x)
     own = new_listed_scan(p._replace(device=torch.device("meta")), chip_of(p.device)).memory
-    copied = () if p.taps else (t for t in x[:3] if not describable(t))
+    copied = () if p.pools.taps else (t for t in x[:3] if not describable(t))
     return sum(t.nbytes for t in (*own, *copied)) + convolved_bytes(p)
 
 
 def remark(p: Problem) -> str | None:
     """What `explain` says: whether sequences are split, which backend runs the backward pass, and how fine A is."""
-    if p.gate == "channel":
-        return channel.remark(p) if p.pool is None else channel_prefill.remark(p)
+    if p.gate.kind == "channel":
+        return channel.remark(p) if p.pools is None else channel_prefill.remark(p)
     wide, said = padded(p), []
     if wide is not p:
         said.append(f"it pads heads of {_widths(p)} to {wide.K} columns, in copies of q, k, v and o")
@@ -377,10 +377,10 @@ def remark(p: Problem) -> str | None:
     scanned = wide._replace(HV=wide.HV * wide.V // wide.K, V=wide.K, needs_grad=p.needs_grad and wide.V == wide.K)
     chip = chip_of(p.device)
     length = _length(scanned, chip)
-    if p.pool is not None or lists(scanned):
+    if p.pools is not None or lists(scanned):
         cut = cut_prompts(scanned, chip.processors)
-        if cut is not None and (p.pool is not None or C * cut.shortest <= p.T):
-            long = f"{'sequences' if p.pool is None else 'prompts'} of {C * cut.shortest} tokens or more"
+        if cut is not None and (p.pools is not None or C * cut.shortest <= p.T):
+            long = f"{'sequences' if p.pools is None else 'prompts'} of {C * cut.shortest} tokens or more"
             said.append(f"it scans {long} in up to {cut.most} parts, side by side")
     elif length is not None:
         number = -(-p.T // length)
@@ -391,7 +391,7 @@ def remark(p: Problem) -> str | None:
             said.append(f"its backward pass is that of 'triton', for which it saves nothing: {reason}")
         elif length is not None:
             said.append("so does its backward pass")
-    if fine(p) and p.pool is None:
+    if fine(p) and p.pools is None:
         said.append("where a beta is above 1, it keeps the inverse of a chunk in two parts")
     return "; ".join(said) or None
 

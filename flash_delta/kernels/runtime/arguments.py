@@ -59,18 +59,16 @@ def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
     p, x = c.p, c.x
     return {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
-        "GATE": p.gate == "scalar", "CHANNEL": p.gate == "channel", "RAW_GATE": p.raw_gate,
-        "BOUNDED": p.lower_bound is not None, "HAS_A": x.A_log is not None, "HAS_BIAS": x.dt_bias is not None,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
         "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, c.shape.chip),
         "OVERLAP": overlaps(p, c.shape.chip), "SHORT": short(p), "WIDTH": p.K, "V_FIRST": p.state_v_first,
-        "REFLECTS": p.most_beta > 1,
+        "REFLECTS": p.most_beta > 1, **p.gate.constants(),
     }  # fmt: skip
 
 
 def short(p: Problem) -> int:
     """The most tokens of a packed sequence that `decode` runs; 0 if it runs none."""
-    if not p.packed or p.pool is None or p.batch_invariant or p.most_tokens:
+    if not p.packed or p.pools is None or p.batch_invariant or p.pools.most_tokens:
         return 0
     return LONG if p.recurrent else SHORT
 

@@ -18,6 +18,7 @@ from flash_delta.problem import (
     GateProblem,
     Inputs,
     NormProblem,
+    Pools,
     Problem,
     Slots,
     marked,
@@ -36,12 +37,16 @@ Flags = NamedTuple(
     [
         ("kind", tuple),
         *marked(Problem, Compiled).items(),
-        ("bounded", bool),  # Problem.lower_bound is there
+        ("gate", str),  # Gate.kind
+        ("raw_gate", bool),
+        ("bounded", bool),  # there is a Gate.bound
+        *marked(Pools, Compiled).items(),
         ("reflects", bool),  # Problem.most_beta is above 1
         ("alone", bool),  # decoding with one token per row
     ],
 )
-_compiled = attrgetter(*marked(Problem, Compiled))
+_compiled, _of_pools = (attrgetter(*marked(fields, Compiled)) for fields in (Problem, Pools))
+NO_POOLS = Pools()
 
 
 # The same for convolution, norm and gate around the rule.
@@ -71,7 +76,8 @@ def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
 
 
 def flags_of(p: Problem, kind: tuple) -> Flags:
-    return Flags(kind, *_compiled(p), p.lower_bound is not None, p.most_beta > 1, kind in (DECODE, STEP) and alone(p))
+    gate, pools = (p.gate.kind, p.gate.raw, p.gate.bound is not None), _of_pools(p.pools or NO_POOLS)
+    return Flags(kind, *_compiled(p), *gate, *pools, p.most_beta > 1, kind in (DECODE, STEP) and alone(p))
 
 
 def elementwise_flags_of(p: ElementwiseProblem, kind: tuple) -> NamedTuple:

@@ -151,7 +151,7 @@ def _explained(c: Call) -> Iterator[None]:
         yield
     except Refused as refused:
         keys = list(numbers)
-        serving = isinstance(c.p, Problem) and c.p.pool is not None
+        serving = isinstance(c.p, Problem) and c.p.pools is not None
         others = (*Slots._fields, *Around._fields) if serving else ("do", "dfinal")
         tensors = dict(zip((*c.x._fields, *others), (*c.x, *c.more), strict=False))
         why = difference(keys[c.shape.key], (keys[number] for number in _ready), tensors)

@@ -26,7 +26,9 @@ class PoolLaunch(NamedTuple):
 def prompts_at_most(p: Problem) -> tuple[int, int | None]:
     """How many sequences can be prompts, given the number of tokens; and the caller's limit for them. With batch
     invariance short sequences count as prompts."""
-    return (p.N, None) if p.batch_invariant or p.pool is None else (min(p.N, p.T // (SHORT + 1)), p.max_prompts)
+    if p.batch_invariant or p.pools is None:
+        return p.N, None
+    return min(p.N, p.T // (SHORT + 1)), p.pools.max_prompts
 
 
 def pool_launches(

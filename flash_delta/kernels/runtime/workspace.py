@@ -160,7 +160,7 @@ def count_bytes(p: Problem, *groups: type) -> int:
 
 
 def _layout_of(p: Problem, groups: tuple[type, ...]) -> Placement:
-    return _layout(groups, p.dtype, p.H, p.HV, p.K, p.V, p.gate, p.erase, p.l2norm)
+    return _layout(groups, p.dtype, p.H, p.HV, p.K, p.V, p.gate.kind, p.erase, p.l2norm)
 
 
 @lru_cache

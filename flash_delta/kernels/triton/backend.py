@@ -54,7 +54,7 @@ from flash_delta.kernels.triton.serving.prompts import (
 )
 from flash_delta.kernels.triton.serving.rows import run_rows
 from flash_delta.kernels.triton.tiles import Segments, plan_back, plan_segments, widest_key
-from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
+from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Pools, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
 DECODED = "the delta rule with a decay, whose keys erase what they write"
@@ -66,12 +66,13 @@ def unsupported(problem: Problem) -> str | None:
     """Why this backend cannot run ``problem``; None if it can."""
     if problem.device.type != "cuda" and not (problem.device.type == "cpu" and triton.knobs.runtime.interpret):
         return f"it needs a GPU, the tensors are on {problem.device}"
-    if torch.float64 in (problem.dtype, problem.pool, problem.write_pool):
-        pool = "" if problem.pool is None else f", the pool is {problem.write_pool or problem.pool}"
+    pools = problem.pools
+    if torch.float64 in (problem.dtype, *(() if pools is None else (pools.dtype, pools.write_dtype))):
+        pool = "" if pools is None else f", the pool is {pools.write_dtype or pools.dtype}"
         return f"it computes in float32, the tensors are {problem.dtype}{pool}"
-    if problem.gate == "channel" and not problem.decodable:
+    if problem.gate.kind == "channel" and not problem.decodable:
         return "with a decay per channel keys erase what they write, from the decayed state"
-    if problem.pool is not None and not problem.decodable:  # prefill decodes its short sequences
+    if pools is not None and not problem.decodable:  # prefill decodes its short sequences
         return f"on a pool it runs {DECODED}"
     if problem.recurrent:
         reason = _cannot_decode(problem)
@@ -255,7 +256,7 @@ def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if p.T == 0:  # no row reads its state
         states.zero_() if x.initial_state is None else states.copy_(x.initial_state)
         return Outputs(o, states)
-    given, x, p = x, with_contiguous_vectors(x), p._replace(pool=torch.float32)
+    given, x, p = x, with_contiguous_vectors(x), p._replace(pools=Pools(dtype=torch.float32))
     if x.beta is None:
         x = x._replace(beta=x.v.new_ones(p.B, p.T, p.HV))
     x = Inputs(*(t.contiguous() if t is not None and _spans(t) >= 2**31 else t for t in x))
@@ -285,13 +286,13 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         solved, factors, channels = c.parts(memory)
         rule = run_before(c, convolved)
         slots = Slots(*rule.more)
-        if p.checkpoint_offsets:
+        if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=True)
         run_chunks(rule, solved, factors, channels)
         run_scan(rule, channels, solved, factors, o, None, None, slots=slots)
         if not p.batch_invariant:
             run_decode(rule, o)
-        if p.checkpoint_offsets:
+        if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=False)
         run_after(c, o)
 
@@ -313,7 +314,7 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
 def _cannot_decode(p: Problem) -> str | None:
     if not p.decodable:
         return f"token by token it runs {DECODED}"
-    if p.pool is None and p.B * p.T * max(p.H * p.K, p.HV * p.V, p.HV * p.K) >= 2**31:
+    if p.pools is None and p.B * p.T * max(p.H * p.K, p.HV * p.V, p.HV * p.K) >= 2**31:
         return f"token by token it counts a tensor's numbers in 32 bits, there are {p.B} x {p.T} tokens"
     if p.K > WIDEST_KEY or p.V > WIDEST_VALUE:
         return f"token by token K can be up to {WIDEST_KEY} and V up to {WIDEST_VALUE}, they are {p.K} and {p.V}"

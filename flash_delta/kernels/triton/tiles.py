@@ -198,12 +198,12 @@ FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(1, 1, 8)}, 128
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """The tiles of decoding. ``every``: all tiles that other batch sizes may choose. A row's bits do not depend on the
     tile, since a tile of few rows has as many warps as a wider one, and its sums go over the same threads."""
-    channel, size = p.gate == "channel", max(p.pool.itemsize, (p.write_pool or p.pool).itemsize)
+    size = max(p.pools.dtype.itemsize, (p.pools.write_dtype or p.pools.dtype).itemsize)
     usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
     usual_heads, one_token = p.state_v_first and 64 < p.K <= 128, p.T == 1 and not p.packed
     if usual_heads and one_token and size == 4 and family(chip.target) == "sm_90":
         usual = usual._replace(registers=ONE_TOKEN_REGISTERS)
-    if channel or not usual_heads or p.V <= 64:
+    if p.gate.kind == "channel" or not usual_heads or p.V <= 64:
         return (usual,)
     few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS * chip.processors
     return (FEW[size], usual) if every else (FEW[size] if few else usual,)
@@ -226,7 +226,7 @@ def scan_tiles(kernel: str, p: Problem, chip: Chip, every: bool) -> tuple[Tile, 
     if p.batch_invariant and family(chip.target) != "sm_90":
         p, every = p._replace(N=1), False
     states = p.N * p.HV * (2 if kernel == "scan_both" else 1)
-    return _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0 if every else max(1, states))
+    return _scan_tiles(kernel, p.gate.kind == "channel", chip, p.dtype, p.K, p.V, 0 if every else max(1, states))
 
 
 def plan_segments(p: Problem, chip: Chip) -> Segments | None:
@@ -238,14 +238,14 @@ def plan_segments(p: Problem, chip: Chip) -> Segments | None:
     """
     if p.N == 0 or plan_endless(p, chip) is None:
         return None
-    return _fitting(p, _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p)), 1)
+    return _fitting(p, _plan_segments(p.gate.kind == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p)), 1)
 
 
 def plan_endless(p: Problem, chip: Chip) -> Segments | None:
     """The plan for one endless sequence. None if such calls are never split. Then nothing is compiled for splits."""
-    if p.pool is not None or p.batch_invariant or p.writes_states:
+    if p.pools is not None or p.batch_invariant or p.writes_states:
         return None
-    return _plan_segments(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, 1, ENDLESS)
+    return _plan_segments(p.gate.kind == "channel", chip, p.dtype, p.HV, p.K, p.V, 1, ENDLESS)
 
 
 def plan_back(p: Problem, chip: Chip) -> Segments | None:
@@ -253,7 +253,7 @@ def plan_back(p: Problem, chip: Chip) -> Segments | None:
     written the states of chunks."""
     if p.N == 0 or plan_back_endless(p, chip) is None:
         return None
-    return _fitting(p, _plan_back(p.gate == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p)), 2)
+    return _fitting(p, _plan_back(p.gate.kind == "channel", chip, p.dtype, p.HV, p.K, p.V, *sequences_of(p)), 2)
 
 
 def _fitting(p: Problem, split: Segments | None, programs: int) -> Segments | None:
@@ -269,18 +269,18 @@ def back_tiles(p: Problem, chip: Chip, length: int, every: bool, *, recompute: b
     """The tile of the backward scan in segments. There are many segments, so it is one of the two widest: the narrower
     one if all its programs can run at once. ``every``: both."""
     kernel = "scan_both" if recompute else "scan_backward"
-    tiles = _scan_tiles(kernel, p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
+    tiles = _scan_tiles(kernel, p.gate.kind == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
     scans = count_slots(p, length) * p.HV * (1 + recompute)
     return tiles if every else (next((t for t in tiles if scans * -(-p.V // t.BV) <= chip.processors), tiles[-1]),)
 
 
 def maps_tile(p: Problem, chip: Chip) -> Tile:
-    return _tile("channel_maps" if p.gate == "channel" else "maps", chip.target, p.dtype, p.K, p.V)
+    return _tile("channel_maps" if p.gate.kind == "channel" else "maps", chip.target, p.dtype, p.K, p.V)
 
 
 def segment_tiles(p: Problem, chip: Chip) -> tuple[Tile, ...]:
     """The tiles for the scan that scans segments: the two widest, since there are enough segments to fill the chip."""
-    return _scan_tiles("scan", p.gate == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
+    return _scan_tiles("scan", p.gate.kind == "channel", chip, p.dtype, p.K, p.V, 0)[-2:]
 
 
 # Called for every launch. A cached answer takes 0.3 us.

@@ -8,7 +8,17 @@ from torch import Tensor
 
 from flash_delta.ops._check.options import as_bool, as_eps, as_float, refuse
 from flash_delta.ops._check.rule import DTYPES, INDEX_DTYPES, check_cu_seqlens, check_kind, check_shape, read_lengths
-from flash_delta.problem import ConvolutionProblem, Convolved, Gated, GateProblem, Inputs, Normalized, NormProblem
+from flash_delta.problem import (
+    ConvolutionProblem,
+    Convolved,
+    Form,
+    Gated,
+    GateProblem,
+    Inputs,
+    Normalized,
+    NormProblem,
+    gate_of,
+)
 
 
 def describe_convolution(x: Convolved, op: str, activation: str | None, output_final_state: bool) -> ConvolutionProblem:
@@ -30,10 +40,10 @@ def describe_norm(x: Normalized, op: str, activation: str | None, eps: float) ->
     return NormProblem(op, x.x.shape[-1], _widest(x), x.x.device, activation, eps)
 
 
-def describe_gate(x: Gated, op: str, gate: str, lower_bound: float | None, output_dtype: torch.dtype) -> GateProblem:
+def describe_gate(x: Gated, op: str, form: Form, output_dtype: torch.dtype) -> GateProblem:
     """Describe a checked call."""
-    HV, K = x.g.shape[-2:] if gate == "channel" else (x.g.shape[-1], 1)
-    return GateProblem(op, HV, K, _widest(x), x.g.device, gate, lower_bound, output_dtype)
+    HV, K = x.g.shape[-2:] if form[0] == "channel" else (x.g.shape[-1], 1)
+    return GateProblem(op, HV, K, _widest(x), x.g.device, gate_of(form, *x), output_dtype)
 
 
 def _widest(tensors: Iterable[Tensor | None]) -> torch.dtype:
@@ -88,9 +98,10 @@ def check_norm(op: str, x: Normalized, eps: float) -> float:
     return as_eps(op, "eps", eps)
 
 
-def check_gate(op: str, x: Gated, gate: str, lower_bound: float | None, output_dtype: torch.dtype) -> float | None:
-    """Check a call. Returns ``lower_bound`` as a float."""
-    axes = ["HV", "K"] if gate == "channel" else ["HV"]
+def check_gate(op: str, x: Gated, form: Form, output_dtype: torch.dtype) -> Form:
+    """Check a call. Returns its form, with the bound as a float."""
+    kind, raw, bound = form
+    axes = ["HV", "K"] if kind == "channel" else ["HV"]
     leading = x.g.dim() - len(axes) if isinstance(x.g, Tensor) else 1
     sizes = check_shape(op, "g", x.g, *["..."] * leading, *axes)[leading:]
     counts = x.g.numel(), sizes[0], math.prod(sizes)
@@ -99,16 +110,16 @@ def check_gate(op: str, x: Gated, gate: str, lower_bound: float | None, output_d
             got = f"shape {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
             refuse(op, name, f"a tensor of {count} elements", got)
     _check_tensors(op, x, x._fields)
-    if lower_bound is not None:
-        lower_bound = as_float(op, "lower_bound", given := lower_bound, "a negative number")
-        if lower_bound >= 0:
-            refuse(op, "lower_bound", "a negative number", repr(given))
+    if bound is not None:
+        bound = as_float(op, "lower_bound", bound, "a negative number")
+        if bound >= 0:
+            refuse(op, "lower_bound", "a negative number", repr(form[2]))
     elif x.A_log is None:
-        without = " without lower_bound" if gate == "channel" else ""
+        without = " without lower_bound" if kind == "channel" else ""
         refuse(op, "A_log", f"a tensor of {sizes[0]} elements{without}", "None")
     if output_dtype not in DTYPES:
         refuse(op, "output_dtype", f"a dtype among {', '.join(map(str, DTYPES))}", repr(output_dtype))
-    return lower_bound
+    return kind, raw, bound
 
 
 def _check_taps(op: str, c: Convolved, D: int, activation: str | None) -> None:

@@ -10,38 +10,45 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_origin, ge
 import torch
 from torch import Tensor
 
+from flash_delta.problem import Form
+
 LOWEST_BOUND = -5.0  # kernels for bounded gates compute e^(15 * 5), 15 tokens at this bound, which fits float32
 BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
 CHUNK_SIZES = (16, 32, 64)
 NULLS = "a number of at least 0 or None (an index below 0 is padding in any case)"
+MULTIPLES = "a positive multiple of 64 or None"
 CHUNKS = f"one of {', '.join(map(str, CHUNK_SIZES))}"
+
+
+class PoolOptions(NamedTuple):
+    """The options that only serving ops have. They are the first fields of Pools, where numbers stand for None."""
+
+    eps: float | None
+    activation: str | None
+    rolling: bool
+    null_slot: int | None
+    checkpoint_every: int | None
+    max_prompts: int | None
 
 
 class Options(NamedTuple):
     """The options of an op: all arguments except tensors. A flag is annotated with the name that callers use."""
 
     op: str
-    gate: Literal["none", "scalar", "channel"]
+    gate: Form
     erase: Literal["decayed", "undecayed"] | None
     optional_beta: bool = False
     scale: float | None = None
     chunk_size: int = 64
     recurrent: bool = False
     l2norm: Annotated[bool, "use_qk_l2norm_in_kernel"] = False
-    raw_gate: Annotated[bool, "use_gate_in_kernel"] = False
-    lower_bound: float | None = None
     raw_beta: Annotated[bool, "use_beta_sigmoid_in_kernel"] = False
     neg_eigval: bool | None = None
     state_v_first: Annotated[bool, "state_v_first"] = False
     keep_states: Annotated[bool, "return_intermediate_states"] = False
     disable_recompute: Annotated[bool, "disable_recompute"] = False
-    checkpoint_every: int | None = None
-    max_prompts: int | None = None
-    null_slot: int | None = None
     batch_invariant: Annotated[bool, "batch_invariant"] = False
-    eps: float | None = None
-    activation: str | None = None
-    rolling: Annotated[bool, "convolution.rolling"] = False
+    pools: tuple[Any, ...] | None = None  # of a serving op: the fields of PoolOptions
 
 
 _hints = get_type_hints(Options, include_extras=True)
@@ -54,25 +61,30 @@ def refuse(op: str, name: str, expected: Any, got: Any) -> NoReturn:
 
 def cast(options: Options) -> Options:
     """Returns the options with Python's own numbers. Raises ValueError if a value is not a number or out of range."""
-    op, scale, bound, eps = options.op, options.scale, options.lower_bound, options.eps
-    every, most, null, doubled = options.checkpoint_every, options.max_prompts, options.null_slot, options.neg_eigval
+    op, scale, doubled, (kind, raw, bound) = options.op, options.scale, options.neg_eigval, options.gate
     if isinstance(scale, Tensor):  # the host would have to fetch its value, and its gradient would be lost
         refuse(op, "scale", "a number or None (o is proportional to it: multiply o by a tensor)", "a tensor")
     size = as_int(op, "chunk_size", options.chunk_size, CHUNKS, CHUNK_SIZES[0])
     if size not in CHUNK_SIZES:
         refuse(op, "chunk_size", CHUNKS, size)
-    if every is not None:
-        every = as_int(op, "checkpoint_every", every, "a positive multiple of 64 or None", 64, step=64)
     return options._replace(
         scale=None if scale is None else as_float(op, "scale", scale, "a number or None"),
         chunk_size=size,
-        lower_bound=None if bound is None else as_lower_bound(op, bound),
+        gate=(kind, as_bool(op, "use_gate_in_kernel", raw), None if bound is None else as_lower_bound(op, bound)),
         neg_eigval=None if doubled is None else as_bool(op, "allow_neg_eigval", doubled),
-        checkpoint_every=every,
-        max_prompts=None if most is None else as_int(op, "max_prompts", most, "a number of at least 0 or None", 0),
-        null_slot=None if null is None else as_int(op, "null_slot", null, NULLS, 0),
-        eps=None if eps is None else as_eps(op, "output_norm.eps", eps),
+        pools=None if options.pools is None else _cast_pools(op, *options.pools),
         **{field: as_bool(op, name, getattr(options, field)) for field, name in FLAGS.items()},
+    )
+
+
+def _cast_pools(op: str, eps: Any, activation: Any, rolling: Any, null: Any, every: Any, most: Any) -> tuple[Any, ...]:
+    return (
+        None if eps is None else as_eps(op, "output_norm.eps", eps),
+        activation,
+        as_bool(op, "convolution.rolling", rolling),
+        None if null is None else as_int(op, "null_slot", null, NULLS, 0),
+        None if every is None else as_int(op, "checkpoint_every", every, MULTIPLES, 64, step=64),
+        None if most is None else as_int(op, "max_prompts", most, "a number of at least 0 or None", 0),
     )
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._check import rule
-from flash_delta.ops._check.options import Options, cast, refuse
+from flash_delta.ops._check.options import Options, PoolOptions, cast, refuse
 from flash_delta.ops._check.rule import INDEX_DTYPES, check_kind, check_shape
 from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import NAMES, check_around
-from flash_delta.problem import Around, Inputs, Problem, Slots, needs_gradient
+from flash_delta.problem import Around, Inputs, Pools, Problem, Slots, needs_gradient
 
 MOST_TOKENS = 16  # per row in one call
 POOLS = ("convolution.pool", "convolution.write_pool")
@@ -20,6 +20,7 @@ POOLS = ("convolution.pool", "convolution.write_pool")
 def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     """Check a call and describe it. Raises ValueError naming the argument, what was expected and what came."""
     op, options = options.op, cast(options)
+    given = PoolOptions(*options.pools)
     refuse_gradients(op, x, s, around)
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
@@ -31,10 +32,11 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     if p.recurrent:
         most = _check_rows(p, s)
         _check_write_pool(p, s, most)
-        p = p._replace(most_tokens=most if p.packed else 0)
     else:
-        _check_sequences(p, s, options.checkpoint_every)
-        _check_prompts(p.op, options)
+        most = 0
+        _check_sequences(p, s, given.checkpoint_every)
+        _check_prompts(p, given)
+    p = p._replace(pools=_pools_of(given, s, most if p.packed else 0), needs_grad=False)
     _check_indices(p, s)
     if s.out is not None:
         _check_out(p, s.out)
@@ -47,11 +49,18 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     if around.norm_gate is not None:
         _check_strides(op, "output_norm.gate", around.norm_gate)
     taps, window = (0, 0) if around.conv_pool is None else (around.conv_weight.shape[1], around.conv_pool.shape[2])
-    window = taps - 1 if p.rolling else window
+    window = taps - 1 if p.pools.rolling else window
+    return p._replace(pools=p.pools._replace(taps=taps, window=window))
+
+
+def _pools_of(given: PoolOptions, s: Slots, most_tokens: int) -> Pools:
+    """The part of a serving call, without its convolution."""
+    null = -1 if given.null_slot is None else given.null_slot
     target = None if s.write_pool is None else s.write_pool.dtype
-    return p._replace(
-        pool=s.state_pool.dtype, write_pool=target, plain_pool=_is_plain(s.state_pool), taps=taps, window=window,
-        checkpoint_offsets=s.checkpoint_offsets is not None, needs_grad=False,
+    of_caller = given._replace(null_slot=null, checkpoint_every=given.checkpoint_every or 0)
+    return Pools(
+        *of_caller, s.state_pool.dtype, target, _is_plain(s.state_pool), most_tokens=most_tokens,
+        checkpoint_offsets=s.checkpoint_offsets is not None,
     )  # fmt: skip
 
 
@@ -170,10 +179,10 @@ def _check_sequences(p: Problem, s: Slots, every: int | None) -> None:
             refuse(p.op, "checkpoint_every", expected, "None")
 
 
-def _check_prompts(op: str, options: Options) -> None:
-    most = options.max_prompts
-    if most is not None and options.batch_invariant:
-        refuse(op, "max_prompts", "None with batch_invariant=True, which runs all sequences as prompts", most)
+def _check_prompts(p: Problem, given: PoolOptions) -> None:
+    if given.max_prompts is not None and p.batch_invariant:
+        expected = "None with batch_invariant=True, which runs all sequences as prompts"
+        refuse(p.op, "max_prompts", expected, given.max_prompts)
 
 
 def _check_indices(p: Problem, s: Slots) -> None:

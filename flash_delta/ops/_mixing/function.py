@@ -66,7 +66,8 @@ def _run_traced(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | 
     same = all(w.dtype == taps[0].dtype and w.shape[-1] == taps[0].shape[-1] <= MOST_TAPS for w in taps)
     if not kernels or not same or x.norm_weight.numel() > WIDEST_ROW:
         return _run_parts(x, options, bounds, backend)
-    fields = options._replace(places=[n for place in options.places for n in place])
+    gate, *rest, places = options
+    fields = (*gate, *rest, [n for place in places for n in place])
     return mix_operator(*x, problem.lengths, *fields, needs_gradient(x), wish)[0]
 
 

@@ -16,6 +16,7 @@ from flash_delta.ops._execute import backward, forward
 from flash_delta.problem import (
     Convolved,
     ConvolvedHeads,
+    Form,
     Inputs,
     KnownCall,
     Mixed,
@@ -34,9 +35,8 @@ Places = tuple[tuple[int, int, int, int, int, int], ...]
 class MixOptions(NamedTuple):
     """What matters about a mixer besides its tensors."""
 
-    gate: str
+    gate: Form
     scale: float | None
-    lower_bound: float | None
     neg_eigval: bool
     eps: float
     activation: str | None  # of the norm's gate
@@ -205,13 +205,6 @@ def split(projected: Sequence[Tensor | None], places: Places) -> list[Tensor | N
 
 def rule_options(options: MixOptions) -> dict[str, Any]:
     return {
-        "op": OP,
-        "gate": options.gate,
-        "erase": "decayed",
-        "scale": options.scale,
-        "l2norm": True,
-        "raw_gate": True,
-        "lower_bound": options.lower_bound,
-        "raw_beta": True,
+        "op": OP, "gate": options.gate, "erase": "decayed", "scale": options.scale, "l2norm": True, "raw_beta": True,
         "neg_eigval": options.neg_eigval,
-    }
+    }  # fmt: skip

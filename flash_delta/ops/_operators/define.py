@@ -1,11 +1,12 @@
 """Makes operators of torch.library: their schema, their fake results for tracers, and their autograd.
 
-An operator is a function of named tuples. Its arguments are the fields of these tuples, one after the other. The
-annotations of the fields are its schema. So an option that is added to a named tuple becomes an argument of every
-operator that takes this tuple.
+An operator is a function of named tuples. Its arguments are the fields of these tuples, one after the other. A field
+that is a named tuple stands for its own fields. The annotations of the fields are its schema. So an option that is
+added to a named tuple becomes an argument of every operator that takes this tuple.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from string import ascii_lowercase
 from types import NoneType
@@ -17,15 +18,28 @@ from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
 from flash_delta.ops._transforms import differentiable_once
-from flash_delta.problem import PACKAGE
+from flash_delta.problem import PACKAGE, Gate, Schema, marked
 
 NAMESPACE = PACKAGE.replace(".", "_")
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # operators live as long as this object
 
 
+def named(name: str, fields: dict[str, Any], *without: str, **kinds: Any) -> Any:
+    """A named tuple with these fields, ``without`` some of them, and with ``kinds`` of others."""
+    return NamedTuple(name, [(field, kind) for field, kind in (fields | kinds).items() if field not in without])
+
+
+GateFields = named("GateFields", marked(Gate, Schema))
+
+
 def take(x: Any, fields: type) -> list[Any]:
-    """The attributes of ``x`` that have the names of a named tuple's fields."""
-    return [getattr(x, name) for name in fields._fields]
+    """The attributes of ``x`` that have the names of a named tuple's fields, as arguments of an operator. Of an
+    attribute that is a tuple, as many values as the field's kind has."""
+    found = []
+    for name, kind in fields.__annotations__.items():
+        value = getattr(x, name)
+        found += value[: len(kind._fields)] if isinstance(value, tuple) else [value]
+    return found
 
 
 class BackwardArguments(NamedTuple):
@@ -146,21 +160,29 @@ def _schema(hints: dict[str, Any], returned: Any, writes: Sequence[str] = ()) ->
 
 def _opened(hints: dict[str, Any]) -> dict[str, Any]:
     """The annotations, with the fields of named tuples in place of the tuples."""
-    fields = (get_type_hints(hint) if _is_group(hint) else {name: hint} for name, hint in hints.items())
+    fields = (_opened(get_type_hints(hint)) if _is_group(hint) else {name: hint} for name, hint in hints.items())
     return dict(chain.from_iterable(group.items() for group in fields))
 
 
 def _grouping(hints: dict[str, Any]) -> Callable[[Sequence[Any]], list[Any]]:
     """Groups an operator's arguments into the named tuples that its function takes."""
-    kinds = [(kind, len(kind._fields)) if _is_group(kind) else (None, 1) for kind in hints.values()]
+    kinds = [_group_of(kind) if _is_group(kind) else (None, 1) for kind in hints.values()]
     ends = accumulate(count for _, count in kinds)
-    places = [(kind, end - count, end) for (kind, count), end in zip(kinds, ends, strict=True)]
-    new = tuple.__new__  # in half the time of a named tuple's own `_make`
+    places = [(make, end - count, end) for (make, count), end in zip(kinds, ends, strict=True)]
 
     def group(args: Sequence[Any]) -> list[Any]:
-        return [args[a] if kind is None else new(kind, args[a:b]) for kind, a, b in places]
+        return [args[a] if make is None else make(args[a:b]) for make, a, b in places]
 
     return group
+
+
+def _group_of(kind: type) -> tuple[Callable[[Sequence[Any]], Any], int]:
+    """Makes a named tuple of an operator's arguments, and says how many it takes."""
+    hints, new = get_type_hints(kind), tuple.__new__  # in half the time of a named tuple's own `_make`
+    if not any(map(_is_group, hints.values())):
+        return partial(new, kind), len(hints)
+    group = _grouping(hints)
+    return lambda args: new(kind, group(args)), len(_opened(hints))
 
 
 def _is_group(hint: Any) -> bool:

@@ -4,7 +4,7 @@ An operator takes a call's tensors, and those fields of its problem that do not 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from flash_delta.backend import TORCH, is_seen_through
 from flash_delta.ops._backend import choose_backend, load_elementwise, refuse_disabled, wished
 from flash_delta.ops._check.elementwise import describe_convolution, describe_gate, describe_norm, describe_token
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._operators.define import BackwardArguments, define
+from flash_delta.ops._operators.define import BackwardArguments, GateFields, define, named
 from flash_delta.ops._transforms import refuse_transforms
 from flash_delta.problem import (
     MOST_GATES,
@@ -33,9 +33,9 @@ from flash_delta.problem import (
 )
 from flash_delta.reference import elementwise as in_torch
 
-ConvolutionFields = NamedTuple("ConvolutionFields", list(marked(ConvolutionProblem, Schema).items()))
-NormFields = NamedTuple("NormFields", list(marked(NormProblem, Schema).items()))
-GateFields = NamedTuple("GateFields", list(marked(GateProblem, Schema).items()))
+ConvolutionFields = named("ConvolutionFields", marked(ConvolutionProblem, Schema))
+NormFields = named("NormFields", marked(NormProblem, Schema))
+DecayFields = named("DecayFields", marked(GateProblem, Schema), gate=GateFields)
 
 
 def takes(p: ElementwiseProblem, x: ElementwiseInputs, backend: str | None) -> bool:
@@ -110,16 +110,16 @@ def _normalize_backward(
     return known.backend.normalize_backward(known.problem, x, behind.do, known)
 
 
-def _gate(x: Gated, fields: GateFields, backend: str | None) -> list[Tensor]:
+def _gate(x: Gated, fields: DecayFields, backend: str | None) -> list[Tensor]:
     known = _look_at(describe_gate, x, fields, backend)
     return [known.backend.gate(known.problem, x, known)]
 
 
-def _fake_gate(x: Gated, fields: GateFields, backend: str | None) -> list[Tensor]:
+def _fake_gate(x: Gated, fields: DecayFields, backend: str | None) -> list[Tensor]:
     return [x.g.new_empty(x.g.shape, dtype=fields.output_dtype)]
 
 
-def _gate_backward(x: Gated, behind: BackwardArguments, fields: GateFields, backend: str | None) -> Gated:
+def _gate_backward(x: Gated, behind: BackwardArguments, fields: DecayFields, backend: str | None) -> Gated:
     known = _look_at(describe_gate, x, fields, backend)
     return known.backend.gate_backward(known.problem, x, behind.do, known)
 

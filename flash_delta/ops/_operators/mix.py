@@ -1,6 +1,6 @@
 """The operator of a mixer, which torch.compile and torch.export see. It has the tensors of the three parts once."""
 
-from typing import Any, NamedTuple
+from typing import Any, get_type_hints
 
 from torch import Tensor
 
@@ -21,26 +21,16 @@ from flash_delta.ops._mixing.parts import (
     mix_forward,
     split,
 )
-from flash_delta.ops._operators.define import BackwardArguments, define
+from flash_delta.ops._operators.define import BackwardArguments, GateFields, define, named
 from flash_delta.problem import Inputs, Mixed, Problem
 
-
-class MixFields(NamedTuple):
-    """`MixOptions` as an operator takes them, and whether there will be a backward pass."""
-
-    gate: str
-    scale: float | None
-    lower_bound: float | None
-    neg_eigval: bool
-    eps: float
-    activation: str | None
-    places: list[int]
-    needs_grad: bool
+# `MixOptions` as an operator takes them, and whether there will be a backward pass.
+MixFields = named("MixFields", get_type_hints(MixOptions), gate=GateFields, places=list[int], needs_grad=bool)
 
 
 def _options(fields: MixFields) -> MixOptions:
     places = tuple(zip(*[iter(fields.places)] * 6, strict=True))
-    return MixOptions(*fields[:6], places)
+    return MixOptions(*fields[:5], places)
 
 
 def _run(x: Mixed, cu_seqlens_cpu: Tensor | None, fields: MixFields, backend: str | None) -> list[Tensor]:

@@ -13,7 +13,7 @@ backward pass computes everything again.
 
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from flash_delta.ops._backend import choose_backend, load_backend
 from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._operators.define import BackwardArguments, define, take
-from flash_delta.problem import Inputs, KnownCall, Problem, Schema, marked
+from flash_delta.ops._operators.define import BackwardArguments, GateFields, define, named, take
+from flash_delta.problem import Inputs, KnownCall, Problem, Schema, gate_of, marked
 
-Fields = NamedTuple("Fields", list(marked(Problem, Schema).items()))
+Fields = named("Fields", marked(Problem, Schema), gate=GateFields)
 
 
 def call_operator(problem: Problem, x: Inputs, wish: str | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -87,8 +87,8 @@ def _describe(
     (B, T, H, K), (HV, V), packed = x.q.shape, x.v.shape[2:], x.cu_seqlens is not None
     problem = Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=x.cu_seqlens.shape[0] - 1 if packed else B, dtype=x.q.dtype,
-        device=x.q.device, g_dtype=None if x.g is None else x.g.dtype, erase_keys=x.p is not None, lengths=lengths,
-        packed=packed, **fields._asdict(),
+        device=x.q.device, erase_keys=x.p is not None, lengths=lengths, packed=packed,
+        **fields._asdict() | {"gate": gate_of(fields.gate, x.g, x.A_log, x.dt_bias)},
     )  # fmt: skip
     return problem, load_backend(choose_backend(problem, wish))
 

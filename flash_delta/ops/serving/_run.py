@@ -1,17 +1,17 @@
 """The part that serving ops share. A call is checked once. Under torch.compile it is one operator."""
 
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from flash_delta.ops._backend import Explain, Explanation, choose_backend, load_backend, wished
-from flash_delta.ops._check.options import Options, cast
+from flash_delta.ops._check.options import Options, PoolOptions, cast
 from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._check.serving import describe, refuse_gradients
 from flash_delta.ops._execute import serve
 from flash_delta.ops._known_calls import look_at
-from flash_delta.ops._operators.define import define, take
+from flash_delta.ops._operators.define import GateFields, define, named, take
 from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import NOTHING
 from flash_delta.problem import Around, Inputs, KnownCall, Slots
@@ -56,16 +56,10 @@ def _look(given: tuple[Any, ...], options: "dict[str, Any] | Chosen", x: Inputs,
     return KnownCall(problem, load_backend(choose_backend(problem, given[0])), needs_grad=False)
 
 
-def _without(fields: type, *names: str) -> type:
-    """A named tuple without some of the fields."""
-    return NamedTuple(
-        fields.__name__, [(name, kind) for name, kind in get_type_hints(fields).items() if name not in names]
-    )
-
-
 # Without fields that no serving op has. For an operator that writes tensors, PyTorch compares all pairs of arguments.
-Tensors = _without(Inputs, "p", "initial_state")
-Chosen = _without(Options, "optional_beta", "chunk_size", "keep_states", "disable_recompute")
+Tensors = named("Tensors", get_type_hints(Inputs), "p", "initial_state")
+OTHERS = ("optional_beta", "chunk_size", "keep_states", "disable_recompute")
+Chosen = named("Chosen", get_type_hints(Options), *OTHERS, gate=GateFields, pools=PoolOptions)
 
 
 def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str | None) -> None:

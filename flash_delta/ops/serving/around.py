@@ -100,25 +100,27 @@ PARAMETERS = ("convolution.weight", "convolution.bias", "output_norm.weight")
 
 def around_of(
     op: str, convolution: Convolution | None, norm: OutputNorm | None
-) -> tuple[Around, float | None, str | None]:
-    """Returns the tensors of convolution and norm, the norm's eps, and its activation by its one name."""
+) -> tuple[Around, tuple[float | None, str | None, bool]]:
+    """Returns the tensors of convolution and norm, and the first `PoolOptions`: the norm's eps, its activation by its
+    one name, and whether the convolution is rolling."""
     if convolution is None and norm is None:
-        return NOTHING, None, None
+        return NOTHING, (None, None, False)
     if not isinstance(convolution, Convolution | None):
         refuse(op, "convolution", "a Convolution or None", type(convolution).__name__)
     if not isinstance(norm, OutputNorm | None):
         refuse(op, "output_norm", "an OutputNorm or None", type(norm).__name__)
-    around = NOTHING
+    around, rolling = NOTHING, False
     if convolution is not None:
-        pool, weight, bias, target, _ = convolution
+        pool, weight, bias, target, rolling = convolution
         around = Around(pool, weight, bias, conv_write_pool=target)
     if norm is None:
-        return around, None, None
+        return around, (None, None, rolling)
     if norm.activation not in ACTIVATIONS:
         refuse(op, "output_norm.activation", f"one of {', '.join(ACTIVATIONS)}", repr(norm.activation))
     if norm.eps is None:  # in a problem, None means that there is no norm
         refuse(op, "output_norm.eps", "a number of at least 0", "None")
-    return around._replace(norm_gate=norm.gate, norm_weight=norm.weight), norm.eps, ACTIVATIONS[norm.activation]
+    around = around._replace(norm_gate=norm.gate, norm_weight=norm.weight)
+    return around, (norm.eps, ACTIVATIONS[norm.activation], rolling)
 
 
 def check_around(p: Problem, s: Slots, around: Around) -> None:
@@ -141,7 +143,7 @@ def _check_convolution(p: Problem, s: Slots, around: Around) -> None:
     check_shape(op, "convolution.weight", weight, D, "W")
     check_shape(op, "convolution.pool", pool, len(s.state_pool), D, "L")
     W, L = weight.shape[1], pool.shape[2]
-    if p.rolling:
+    if p.pools.rolling:
         _check_rolling(p, s, W, L)
     elif not 1 <= W <= MOST_TAPS:
         refuse(op, "convolution.weight", f"1 to {MOST_TAPS} taps (axis 1)", W)
@@ -151,15 +153,15 @@ def _check_convolution(p: Problem, s: Slots, around: Around) -> None:
         refuse(op, "convolution.pool", f"a dtype among {', '.join(map(str, STORED))}, or that of q", pool.dtype)
     if bias is not None:
         check_shape(op, "convolution.bias", bias, D)
-    if s.write_pool is not None and not p.rolling:
-        target, of_rows, T = around.conv_write_pool, s.write_pool.dim() == 5, p.most_tokens or p.T
+    if s.write_pool is not None and not p.pools.rolling:
+        target, of_rows, T = around.conv_write_pool, s.write_pool.dim() == 5, p.pools.most_tokens or p.T
         check_shape(op, "convolution.write_pool", target, len(s.write_pool), *(("S",) if of_rows else ()), D, L)
         if of_rows and target.shape[1] < T:
             refuse(op, "convolution.write_pool", f"room for {T} tokens (axis 1)", target.shape[1])
         if target.dtype != pool.dtype:
             refuse(op, "convolution.write_pool", f"{pool.dtype} like convolution.pool", target.dtype)
     elif around.conv_write_pool is not None:
-        why = "with rolling=True, which writes to pool" if p.rolling else "without write_pool"
+        why = "with rolling=True, which writes to pool" if p.pools.rolling else "without write_pool"
         refuse(op, "convolution.write_pool", f"None {why}", "a tensor")
 
 
@@ -167,7 +169,7 @@ def _check_rolling(p: Problem, s: Slots, W: int, L: int) -> None:
     if not 2 <= W <= MOST_TAPS:
         refuse(p.op, "convolution.weight", f"2 to {MOST_TAPS} taps (axis 1) with rolling=True", W)
     columns = 1 if s.num_accepted_tokens is None else s.read_indices.shape[1]
-    tokens = (p.most_tokens or p.T) if p.recurrent else 1  # a prompt leaves its last W - 1 inputs
+    tokens = (p.pools.most_tokens or p.T) if p.recurrent else 1  # a prompt leaves its last W - 1 inputs
     least = W - 2 + max(tokens, columns)
     if least > L:
         refuse(p.op, "convolution.pool", f"at least {least} inputs (axis 2) with rolling=True", L)

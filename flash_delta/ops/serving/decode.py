@@ -133,23 +133,12 @@ def decode_gated_delta_rule(
     slots = Slots(  # by name it takes longer
         state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool
     )
-    around, eps, activation = around_of("decode_gated_delta_rule", convolution, output_norm)
+    around, layer = around_of("decode_gated_delta_rule", convolution, output_norm)
     options = {
-        "op": "decode_gated_delta_rule",
-        "gate": "scalar",
-        "erase": "decayed",
-        "scale": scale,
-        "recurrent": True,
-        "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval,
-        "state_v_first": state_v_first,
-        "eps": eps,
-        "activation": activation,
-        "null_slot": null_slot,
-        "rolling": convolution is not None and convolution.rolling,
-    }
+        "op": "decode_gated_delta_rule", "gate": ("scalar", use_gate_in_kernel, None), "erase": "decayed",
+        "scale": scale, "recurrent": True, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "pools": (*layer, null_slot, None, None),
+    }  # fmt: skip
     return run(inputs, slots, options, backend, around)
 
 
@@ -224,22 +213,10 @@ def decode_kda(
     slots = Slots(  # by name it takes longer
         state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool
     )
-    around, eps, activation = around_of("decode_kda", convolution, output_norm)
+    around, layer = around_of("decode_kda", convolution, output_norm)
     options = {
-        "op": "decode_kda",
-        "gate": "channel",
-        "erase": "decayed",
-        "scale": scale,
-        "recurrent": True,
-        "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel,
-        "lower_bound": lower_bound,
-        "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval,
-        "state_v_first": state_v_first,
-        "eps": eps,
-        "activation": activation,
-        "null_slot": null_slot,
-        "rolling": convolution is not None and convolution.rolling,
-    }
+        "op": "decode_kda", "gate": ("channel", use_gate_in_kernel, lower_bound), "erase": "decayed", "scale": scale,
+        "recurrent": True, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "pools": (*layer, null_slot, None, None),
+    }  # fmt: skip
     return run(inputs, slots, options, backend, around)

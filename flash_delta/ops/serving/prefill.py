@@ -149,14 +149,12 @@ def prefill_gated_delta_rule(
     inputs = Inputs(q, k, v, g, beta, None, None, A_log, dt_bias, cu_seqlens)
     checkpoints = (checkpoint_indices, checkpoint_offsets)
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
-    around, eps, activation = around_of("prefill_gated_delta_rule", convolution, output_norm)
+    around, layer = around_of("prefill_gated_delta_rule", convolution, output_norm)
     options = {
-        "op": "prefill_gated_delta_rule", "gate": "scalar", "erase": "decayed", "scale": scale,
-        "l2norm": use_qk_l2norm_in_kernel, "raw_gate": use_gate_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "checkpoint_every": checkpoint_every,
-        "max_prompts": max_prompts, "batch_invariant": batch_invariant,
-        "rolling": convolution is not None and convolution.rolling, "eps": eps, "activation": activation,
-        "null_slot": null_slot,
+        "op": "prefill_gated_delta_rule", "gate": ("scalar", use_gate_in_kernel, None), "erase": "decayed",
+        "scale": scale, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
+        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "batch_invariant": batch_invariant,
+        "pools": (*layer, null_slot, checkpoint_every, max_prompts),
     }  # fmt: skip
     return run(inputs, slots, options, backend, around)
 
@@ -238,13 +236,11 @@ def prefill_kda(
     inputs = Inputs(q, k, v, g, beta, None, None, A_log, dt_bias, cu_seqlens)
     checkpoints = (checkpoint_indices, checkpoint_offsets)
     slots = Slots(state_pool, read_indices, write_indices, None, None, has_initial_state, *checkpoints, out)
-    around, eps, activation = around_of("prefill_kda", convolution, output_norm)
+    around, layer = around_of("prefill_kda", convolution, output_norm)
     options = {
-        "op": "prefill_kda", "gate": "channel", "erase": "decayed", "scale": scale, "l2norm": use_qk_l2norm_in_kernel,
-        "raw_gate": use_gate_in_kernel, "lower_bound": lower_bound, "raw_beta": use_beta_sigmoid_in_kernel,
-        "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "checkpoint_every": checkpoint_every,
-        "max_prompts": max_prompts, "batch_invariant": batch_invariant,
-        "rolling": convolution is not None and convolution.rolling, "eps": eps, "activation": activation,
-        "null_slot": null_slot,
+        "op": "prefill_kda", "gate": ("channel", use_gate_in_kernel, lower_bound), "erase": "decayed", "scale": scale,
+        "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel, "neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first, "batch_invariant": batch_invariant,
+        "pools": (*layer, null_slot, checkpoint_every, max_prompts),
     }  # fmt: skip
     return run(inputs, slots, options, backend, around)

@@ -102,7 +102,7 @@ def _sizes(p: Problem, convolution: Convolution | None) -> tuple[tuple[int, int]
     Decoding has two rows, since calls of one token are known as the same call however it lies."""
     if not p.recurrent:
         return (1, 3), (1, 16)
-    alone = p.rolling and convolution.pool.shape[2] < p.taps  # a window has room for one token only
+    alone = p.pools.rolling and convolution.pool.shape[2] < p.pools.taps  # a window has room for one token only
     return ((2, 1),) if p.packed or alone else ((2, 1), (2, 2))
 
 

@@ -16,7 +16,7 @@ from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE, 
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.runtime.workspace import Prepared, Workspace
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import Inputs, Pools, Problem, Slots
 from workshop.gate.cases.rule import RuleCase, problem_of
 
 
@@ -25,14 +25,14 @@ def serving(
     wide: bool = False, kept: str | None = None,
 ) -> tuple[Problem, Inputs, Slots]:  # fmt: skip
     """A prefill. ``wide``: g is float32. ``kept``: there are checkpoints at a "stride" or at an "offset"."""
-    p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=bound))
+    p, x = problem_of(RuleCase(gate="channel", raw=raw, bound=bound))
     x = x._replace(initial_state=None, g=x.g.float() if wide else x.g)
     index = torch.empty(p.N, dtype=torch.int32, device="meta")
     tables = {None: (None, None), "stride": (index[:, None], None), "offset": (index, index)}[kept]
     states = torch.empty(8, p.HV, p.K, p.V, dtype=pool, device="meta")
     p = p._replace(
-        g_dtype=x.g.dtype, pool=pool, state_v_first=v_first, checkpoint_every=64 * (kept == "stride"),
-        checkpoint_offsets=kept == "offset",
+        gate=p.gate._replace(dtype=x.g.dtype), state_v_first=v_first,
+        pools=Pools(dtype=pool, checkpoint_every=64 * (kept == "stride"), checkpoint_offsets=kept == "offset"),
     )  # fmt: skip
     return p, x, Slots(states, index, index, None, None, index.bool(), *tables)
 

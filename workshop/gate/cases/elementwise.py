@@ -27,6 +27,7 @@ from flash_delta.problem import (
     GateProblem,
     Normalized,
     NormProblem,
+    gate_of,
 )
 
 
@@ -115,11 +116,11 @@ def projections(P: int, pitch: int, together: int) -> tuple[torch.Tensor, ...]:
     return tuple(packed.as_strided((1, 256, *size), (256 * P, P, pitch, 1)) for size in groups)
 
 
-def call_gate(HV: int, K: int, lower_bound: float | None, dtype: torch.dtype) -> None:
+def call_gate(HV: int, K: int, bound: float | None, dtype: torch.dtype) -> None:
     new = partial(torch.empty, device="meta")
     kind = "scalar" if K == 1 else "channel"
     inputs = Gated(new(4096, *(HV, K)[: 1 + (K > 1)], dtype=dtype), new(HV), new(HV * K))
-    p = GateProblem("launches", HV, K, dtype, inputs.g.device, kind, lower_bound, torch.float32)
+    p = GateProblem("launches", HV, K, dtype, inputs.g.device, gate_of((kind, True, bound), *inputs), torch.float32)
     gate(p, inputs)
     gate_backward(p, inputs, inputs.g.float())
 

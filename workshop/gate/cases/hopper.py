@@ -63,11 +63,11 @@ def alike() -> tuple[Problem, Inputs]:
 
 
 def channels(
-    *, packed: bool, raw: bool = True, lower_bound: float | None = None, g_dtype: torch.dtype = torch.bfloat16
+    *, packed: bool, raw: bool = True, bound: float | None = None, g_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Problem, Inputs]:
     """A call with a decay per channel. Without ``packed`` it has no norms, no logits of beta and no initial states."""
-    p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=lower_bound))
-    p, x = p._replace(g_dtype=g_dtype), x._replace(g=x.g.to(g_dtype))
+    p, x = problem_of(RuleCase(gate="channel", raw=raw, bound=bound))
+    p, x = p._replace(gate=p.gate._replace(dtype=g_dtype)), x._replace(g=x.g.to(g_dtype))
     if packed:
         return p, x
     p = p._replace(N=1, packed=False, l2norm=False, raw_beta=False, state_v_first=True)
@@ -78,9 +78,9 @@ def channel_gradients(
     *, raw: bool, bound: float | None = None, g_dtype: torch.dtype = torch.float32, l2norm: bool = True
 ) -> tuple[Problem, Inputs]:
     """A backward pass with as many key heads as value heads. Norms and a float32 g take the most shared memory."""
-    p, x = problem_of(RuleCase(gate="channel", raw=raw, lower_bound=bound))
+    p, x = problem_of(RuleCase(gate="channel", raw=raw, bound=bound))
     x = x._replace(q=x.v, k=x.v, g=x.g.to(g_dtype))
-    return p._replace(H=p.HV, needs_grad=True, g_dtype=g_dtype, l2norm=l2norm), x
+    return p._replace(H=p.HV, needs_grad=True, gate=p.gate._replace(dtype=g_dtype), l2norm=l2norm), x
 
 
 def training(width: int, *, saving: bool = False, raw: bool = True) -> tuple[Problem, Inputs]:
@@ -104,12 +104,12 @@ CASES = {
     "saving-64": partial(training, 64, saving=True),
 }
 CHANNELS = {
-    "channel": partial(channels, packed=True, lower_bound=-5.0),
-    "channel-rows": partial(channels, packed=False, lower_bound=-5.0),
+    "channel": partial(channels, packed=True, bound=-5.0),
+    "channel-rows": partial(channels, packed=False, bound=-5.0),
     "channel-free": partial(channels, packed=True),
     "channel-logs": partial(channels, packed=True, raw=False),
     "channel-logs-float32": partial(channels, packed=False, raw=False, g_dtype=torch.float32),
-    "channel-promised-float32": partial(channels, packed=False, raw=False, lower_bound=-5.0, g_dtype=torch.float32),
+    "channel-promised-float32": partial(channels, packed=False, raw=False, bound=-5.0, g_dtype=torch.float32),
 }
 # For the backward pass: whether `prepare` writes A, and whether it writes L.
 CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
@@ -221,7 +221,7 @@ def launches(target: str) -> Iterator[Launch]:
             yield Launch(f"{case}-{form}", partial(call_prepare, case, form))
     for case in GRADIENTS:
         yield Launch(case, partial(call_channel_back, case, rest=False))
-        if GRADIENTS[case]()[0].lower_bound is None:
+        if GRADIENTS[case]()[0].gate.bound is None:
             yield Launch(f"{case}-deep", partial(call_channel_back, case, rest=True))
     yield from pools.launches()
     yield from channel_prompts.launches()

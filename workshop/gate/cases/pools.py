@@ -14,7 +14,7 @@ from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.scalar.segments.maps import run_find_starts
 from flash_delta.kernels.hopper.scalar.segments.memory import new_parts
 from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.problem import Inputs, Problem, Slots
+from flash_delta.problem import Inputs, Pools, Problem, Slots
 from workshop.gate.cases.rule import RuleCase, problem_of
 
 
@@ -27,7 +27,8 @@ def serving(
     pool = torch.empty(8, p.HV, width, width, dtype=dtype, device="meta")
     kept = (index, index) if offsets else (index[:, None] if checkpoints else None, None)
     slots = Slots(pool, index, index, None, None, index.bool(), *kept)
-    p = p._replace(pool=dtype, state_v_first=v_first, checkpoint_every=64 * (not offsets), checkpoint_offsets=offsets)
+    pools = Pools(dtype=dtype, checkpoint_every=64 * (not offsets), checkpoint_offsets=offsets)
+    p = p._replace(pools=pools, state_v_first=v_first)
     return p, x._replace(initial_state=None), slots
 
 
@@ -55,7 +56,7 @@ PROCESSORS = 132  # with as many multiprocessors prompts are cut into parts
 def call_pool(described: tuple[Problem, Inputs, Slots], t: LoopTile, *, parted: bool) -> None:
     """``parted``: prompts may be cut."""
     p, x, slots = described
-    final = torch.empty_like(slots.state_pool) if p.pool is None else slots.state_pool
+    final = torch.empty_like(slots.state_pool) if p.pools is None else slots.state_pool
     c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
     parts = new_parts(p, PROCESSORS, starts=1) if parted else None
     o, rates, prompts, tape = (

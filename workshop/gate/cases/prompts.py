@@ -8,7 +8,7 @@ import torch
 from flash_delta.compiler import Launch
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.triton.serving.prompts import new_convolved, run_after, run_before
-from flash_delta.problem import Around, Slots
+from flash_delta.problem import Around, Pools, Slots
 from workshop.gate.cases.rule import CHUNKS, RuleCase, problem_of
 
 PROMPTS = {
@@ -27,8 +27,8 @@ def call_prompts(case: RuleCase, offsets: bool = False) -> None:
     D = 2 * p.H * p.K + p.HV * p.V
     weight, bias = new(D, 4, dtype=p.dtype), new(D, dtype=p.dtype)
     around = Around(new(9, D, 4, dtype=p.dtype), weight, bias, x.v, new(p.V))
-    p = p._replace(pool=torch.float32, checkpoint_every=64, checkpoint_offsets=offsets)
-    p = p._replace(taps=4, window=4, eps=1e-6, activation="silu")
+    pools = Pools(1e-6, "silu", checkpoint_every=64, checkpoint_offsets=offsets, taps=4, window=4)
+    p = p._replace(pools=pools)
     c = make_call(p, x._replace(initial_state=None), ("launches",), *s, *around)._replace(direct=False)
     run_before(c, new_convolved(p))
     run_after(c, new(1, p.T, p.HV, p.V, dtype=p.dtype))

@@ -40,7 +40,7 @@ from flash_delta.kernels.triton.forward.segments import (
 )
 from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.tiles import Segments, maps_tile, scan_tiles, segment_tiles, tile, widest_key
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Inputs, Problem, gate_of
 
 Tensors = dict[str, Tensor]
 
@@ -53,7 +53,7 @@ class RuleCase(NamedTuple):
     gate: str = "scalar"
     erase: str | None = "decayed"
     raw: bool = False  # with norms and activations
-    lower_bound: float | None = None
+    bound: float | None = None
     tokens: int = 128
     gap: int = 0  # elements between heads; with odd ones kernels cannot use the copy engine
     values: int | None = None  # V
@@ -78,8 +78,8 @@ CHUNKS = {
     "kda-128-raw": RuleCase(gate="channel", raw=True),
     "kda-100": RuleCase(100, gate="channel"),
     "kda-256-512": RuleCase(256, gate="channel", values=512),
-    "kda-128-bounded": RuleCase(gate="channel", raw=True, lower_bound=-5.0),
-    "kda-128-promised": RuleCase(gate="channel", lower_bound=-5.0),
+    "kda-128-bounded": RuleCase(gate="channel", raw=True, bound=-5.0),
+    "kda-128-promised": RuleCase(gate="channel", bound=-5.0),
 }
 SCANS = {
     name: CHUNKS[name]
@@ -92,15 +92,15 @@ SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128")  # cases that also ru
 
 
 def describe(
-    x: Inputs, gate: str = "scalar", erase: str | None = "decayed", raw: bool = False, lower_bound: float | None = None
+    x: Inputs, gate: str = "scalar", erase: str | None = "decayed", raw: bool = False, bound: float | None = None
 ) -> Problem:
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     packed = x.cu_seqlens is not None
     N = x.cu_seqlens.numel() - 1 if packed else B
     return Problem(
-        "launches", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate, erase, K**-0.5,
-        g_dtype=None if x.g is None else x.g.dtype, lengths=None if packed else (T,) * B, packed=packed, l2norm=raw,
-        raw_gate=raw, lower_bound=lower_bound, raw_beta=raw, most_beta=1.0 if raw else 2.0,
+        "launches", B, T, H, HV, K, V, N, x.q.dtype, x.q.device, gate_of((gate, raw, bound), x.g, x.A_log, x.dt_bias),
+        erase, K**-0.5, lengths=None if packed else (T,) * B, packed=packed, l2norm=raw, raw_beta=raw,
+        most_beta=1.0 if raw else 2.0,
     )  # fmt: skip
 
 
@@ -124,10 +124,10 @@ class Kernels:
 
     def chunks(self) -> None:
         """Runs the kernels before the scans."""
-        if self.p.gate == "channel":
+        if self.p.gate.kind == "channel":
             self.channel()
         self.solve()
-        if self.p.gate != "channel":
+        if self.p.gate.kind != "channel":
             self.factor()
 
     def scan(self, save: bool, t: Tile) -> Tensors:
@@ -172,7 +172,7 @@ class Kernels:
         c, p, s, f, do, d = self.c, self.p, self.solved, self.factors, self.x.v, new_gradients(self.p, self.x)
         run_pairs(c, self.channels, s, self.residual, self.chain, do, d, self.scores, self.heads)
         sums = d.g, d.A_log, d.dt_bias
-        if p.gate == "channel":
+        if p.gate.kind == "channel":
             run_channel_gradients(c, self.scores, self.heads, *sums)
             if needs_halving(p):
                 run_halved_gradients(c, s, self.residual, self.chain, do, self.scores, self.heads, *sums)
@@ -180,7 +180,7 @@ class Kernels:
             return
         run_query_gradients(c, s, f, self.residual, do, d.q, self.scores)
         run_key_gradients(c, s, f, self.residual, self.chain, d, self.scores)
-        if p.gate == "scalar" and p.K == 128:  # the code of `gates` does not depend on the width
+        if p.gate.kind == "scalar" and p.K == 128:  # the code of `gates` does not depend on the width
             run_gates(c, s, self.scores, *sums)
 
 
@@ -195,7 +195,7 @@ def problem_of(case: RuleCase) -> tuple[Problem, Inputs]:
     dt_bias = new(HV * K) if case.raw and case.gate == "channel" else A_log
     own = q if case.erase == "undecayed" else None
     x = Inputs(q, q, v, g, beta, own, new(2, HV, K, V), A_log, dt_bias, new(3, dtype=torch.int32))
-    return describe(x, case.gate, case.erase, case.raw, case.lower_bound), x
+    return describe(x, case.gate, case.erase, case.raw, case.bound), x
 
 
 def call_chunks(case: RuleCase) -> None:

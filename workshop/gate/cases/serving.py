@@ -16,7 +16,7 @@ from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
 from flash_delta.kernels.triton.serving.prompts import new_convolved
 from flash_delta.kernels.triton.serving.rows import run_rows
 from flash_delta.kernels.triton.tiles import FEW, scan_tiles
-from flash_delta.problem import Around, Inputs, Slots
+from flash_delta.problem import Around, Inputs, Pools, Slots
 from workshop.gate.cases.rule import CHUNKS, Kernels, RuleCase, problem_of
 
 
@@ -109,19 +109,19 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
     p, x = problem_of(case.model._replace(tokens=T))
     tokens = (None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in x[:5])
     x = Inputs(*tokens, A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=cu_seqlens)
-    p = p._replace(B=B, N=N, packed=case.packed, most_tokens=T if case.packed else 0)
-    p = p._replace(recurrent=True, state_v_first=case.v_first, pool=case.dtype)
+    pools = Pools(dtype=case.dtype, write_dtype=case.write, most_tokens=T if case.packed else 0)
     around, D = Around(), 2 * p.H * p.K + p.HV * p.V
     if case.whole:
         windows = new(9, D, 6 if case.rolling else 4, dtype=case.windows)
         around = Around(windows, new(D, 4, dtype=p.dtype), None, x.v, new(p.V))
-        p = p._replace(taps=4, window=4 - case.rolling, rolling=case.rolling, eps=1e-6, activation="silu")
+        window = 4 - case.rolling
+        pools = pools._replace(eps=1e-6, activation="silu", rolling=case.rolling, taps=4, window=window)
+    p = p._replace(B=B, N=N, packed=case.packed, recurrent=True, state_v_first=case.v_first, pools=pools)
     pool, table = new(9, *p.state_shape[1:], dtype=case.dtype), new(N, T, dtype=torch.int32)
     target, to = None, table
     if case.write is not None:
         places = (T,) if case.rows else ()
         target, to = new(9, *places, *p.state_shape[1:], dtype=case.write), table[:, 0] if case.rows else table
-        p = p._replace(write_pool=case.write)
         around = around._replace(conv_write_pool=new(9, *places, D, 4, dtype=case.windows) if case.whole else None)
     accepted = new(N, dtype=torch.int32) if counted else None
     x = x._replace(initial_state=new(N, *p.state_shape[1:]) if case.apart else None)
@@ -141,12 +141,14 @@ def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None
     """
     (p, x), new = problem_of(case.model), partial(torch.empty, device="meta")
     x = x._replace(initial_state=None)
-    p = p._replace(state_v_first=case.v_first, pool=case.dtype)
+    p, pools = p._replace(state_v_first=case.v_first), Pools(dtype=case.dtype)
     index, has, checkpoints = new(p.N, dtype=torch.int32), new(p.N, dtype=torch.bool), (None, None)
     if case.offsets:
-        p, checkpoints = p._replace(checkpoint_offsets=True), (index, index)
+        pools, checkpoints = pools._replace(checkpoint_offsets=True), (index, index)
     elif case.checkpoints:
-        p, checkpoints = p._replace(checkpoint_every=64), (new(p.N, case.model.tokens // 64, dtype=torch.int32), None)
+        checkpoints = new(p.N, case.model.tokens // 64, dtype=torch.int32), None
+        pools = pools._replace(checkpoint_every=64)
+    p = p._replace(pools=pools)
     s = Slots(new(9, *p.state_shape[1:], dtype=case.dtype), index, index, None, None, has, *checkpoints)
     kernels, o = Kernels(p, x, *s), torch.empty_like(x.v)
     if before is not None:

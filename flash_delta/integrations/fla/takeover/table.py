@@ -83,7 +83,7 @@ def _forward_in_time(reverse: bool = False, **arguments: Any) -> str | None:
 def _gdn_gate(
     g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
 ) -> str | None:
-    options = "fused_gdn_gate", "scalar", None, output_dtype
+    options = "fused_gdn_gate", ("scalar", True, None), output_dtype
     return _left_to_torch(chosen("gate", Gated(g, A_log, dt_bias), *options), g.device)
 
 
@@ -94,7 +94,7 @@ def _kda_gate(
     lower_bound: float | None = None,
     output_dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    options = "fused_kda_gate", "channel", lower_bound, output_dtype
+    options = "fused_kda_gate", ("channel", True, lower_bound), output_dtype
     return _left_to_torch(chosen("gate", Gated(g, A_log, dt_bias), *options), g.device)
 
 

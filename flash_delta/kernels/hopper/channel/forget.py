@@ -54,7 +54,7 @@ def fallen(g, places, start, begin, constants, RAW_GATE: gl.constexpr, BOUNDED: 
 
 @gluon.jit(do_not_specialize=["T", "parts", "g_batch"])
 def find_forgetting(
-    g, A_log, dt_bias, cu_seqlens, forgets, T, parts, lower_bound, g_batch, g_strides,
+    g, A_log, dt_bias, cu_seqlens, forgets, T, parts, bound, g_batch, g_strides,
     HV: gl.constexpr, PACKED: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Program (parts - 1) i + j writes its number of ``forgets``. This is 1 if gates forget before part j + 1 of state
@@ -64,7 +64,7 @@ def find_forgetting(
     if PACKED:
         n = n * 0
     begin = part * part_length(size, parts)
-    constants = constants_of_head(hv, A_log, dt_bias, lower_bound, RAW_GATE, BOUNDED)
+    constants = constants_of_head(hv, A_log, dt_bias, bound, RAW_GATE, BOUNDED)
     found = gl.where(begin >= size, 1, 0)
     if (begin < size) & (begin >= EARLY):
         places = g_batch, g_strides, (n + 0).to(gl.int64), hv
@@ -82,7 +82,7 @@ def new_forgets(p: Problem) -> Tensor:
 def run_find_forgetting(c: Call, forgets: Tensor, parts: int) -> None:
     p, x = c.p, c.x
     arguments = (
-        x.g, x.A_log, x.dt_bias, x.cu_seqlens, forgets, p.T, parts, p.lower_bound or 0.0, batch(x.g),
+        x.g, x.A_log, x.dt_bias, x.cu_seqlens, forgets, p.T, parts, p.gate.bound or 0.0, batch(x.g),
         tokens(x.g)[:2],
     )  # fmt: skip
     constants = constants_of(c, find_forgetting, arguments)

@@ -42,15 +42,15 @@ UP = gl.constexpr(114)  # added to exponents of 2, and subtracted again
 
 
 @gluon.jit
-def constants_of_head(hv, A_log, dt_bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+def constants_of_head(hv, A_log, dt_bias, bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """The numbers of a value head that `log_decays` needs."""
     c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
-    A, bias = lower_bound * 0.0, gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, SUMS))
+    A, bias = bound * 0.0, gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, SUMS))
     if A_log is not None:
         A = gl.load(A_log + hv).to(gl.float32)
     if dt_bias is not None:
         bias = gl.load(dt_bias + hv * K + c).to(gl.float32)
-    return gate_constants(A, bias, lower_bound if BOUNDED else FADED_DECAY, RAW_GATE, BOUNDED)
+    return gate_constants(A, bias, bound if BOUNDED else FADED_DECAY, RAW_GATE, BOUNDED)
 
 
 @gluon.jit
@@ -215,7 +215,7 @@ def gate_role(
         n, hv, start, length = part.n, part.hv, part.start, part.size
         if PACKED:
             n = n * 0
-        constants = constants_of_head(hv, gate.A_log, gate.dt_bias, gate.lower_bound, RAW_GATE, BOUNDED)
+        constants = constants_of_head(hv, gate.A_log, gate.dt_bias, gate.bound, RAW_GATE, BOUNDED)
         b = load_strengths(gate, n, hv, start, part.first, length)
         for token in range(part.first, part.end, STEP):
             if BOUNDED:

@@ -32,14 +32,14 @@ def rest_living(sg, left):
 
 
 @gluon.jit
-def sum_gates(sg, totals, A, bias, lower_bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+def sum_gates(sg, totals, A, bias, bound, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """The sums of log decays from each block's start, for both halves, and ``middle``, which is added to all of them.
     ``totals`` gets the sums of whole blocks, without ``middle``."""
-    constants = gate_constants(A, bias, lower_bound if BOUNDED else LEAST_DECAY, RAW_GATE, BOUNDED)
+    constants = gate_constants(A, bias, bound if BOUNDED else LEAST_DECAY, RAW_GATE, BOUNDED)
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     middle = MIDDLE
     if BOUNDED:
-        middle = lower_bound * BITS * -8.0
+        middle = bound * BITS * -8.0
     sums = ()
     for h in gl.static_range(2):
         decay = log_decays(take(sg, h), constants, RAW_GATE, BOUNDED)

@@ -313,7 +313,7 @@ def run_roles(
 @gluon.jit(do_not_specialize=["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])
 def channel_loop(
     q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed, tape, cu_seqlens, o, beta, A_log, dt_bias, forgets,
-    T, parts, items, q_batch, k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch,
+    T, parts, items, q_batch, k_batch, v_batch, g_batch, heads, group, scale, bound, beta_top, beta_batch,
     beta_strides,
     HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
@@ -325,7 +325,7 @@ def channel_loop(
     descs = Described(q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed)
     work = Work(cu_seqlens, T, parts if PARTED else None, items, None, None)
     forgets = forgets if PARTED else None
-    gate = GateParameters(A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
+    gate = GateParameters(A_log, dt_bias, bound, scale, beta, beta_batch, beta_strides, beta_top)
     places = Places(q_batch, k_batch, g_batch, v_batch, heads, group)
     run_roles(
         descs, None, work, tape, forgets, o, gate, places, HV, INITIAL, V_FIRST, PACKED, NORM, RAW_BETA, RAW_GATE,
@@ -342,14 +342,14 @@ def run_channel_loop(
     p, x, initial = c.p, c.x, c.x.initial_state
     if tape is not None:
         run_lay_tape(c, tape, follows=False)
-    widths, slots = (p.K, p.K, 64 * t.HALVES, p.K, 64), 2 if p.g_dtype == torch.float32 else 3
+    widths, slots = (p.K, p.K, 64 * t.HALVES, p.K, 64), 2 if p.gate.dtype == torch.float32 else 3
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     arguments = (
         *(ragged(y, width, STEP.value) for y, width in zip((x.q, x.k, x.v, x.g, o), widths, strict=True)),
         states(p, final if initial is None else initial), states(p, final), *handed_by(tape),
         x.cu_seqlens, o, x.beta, x.A_log, x.dt_bias,
         forgets, p.T, parts, p.N * p.HV * parts, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H,
-        p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
+        p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
     own = CHANNEL_LOOP | t._asdict() | {"PARTED": forgets is not None, "TAPED": tape is not None}
     constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, NR=slots, **own)

@@ -45,7 +45,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     def kernels(c: Call) -> None:
         rule = run_before(c, convolved)
         slots, launches = Slots(*rule.more), channel_pool_launches(p, chip, every=True) if every(c) else planned
-        if p.checkpoint_offsets:
+        if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=True)
         run_list_prompts(rule, o, prompts, tape, slots)
         for launch in launches:
@@ -55,12 +55,12 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         run_channel_prompts(rule, o, prompts, tape, slots, looped)
         if not p.batch_invariant:
             run_decode(rule, o)
-        if p.checkpoint_offsets:
+        if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=False)
         run_after(c, o)
 
     with on(p.device):
-        given = triton.with_contiguous_vectors(x._replace(g=described(x.g))) if p.taps else as_taken(x, "g")
+        given = triton.with_contiguous_vectors(x._replace(g=described(x.g))) if p.pools.taps else as_taken(x, "g")
         call = make_call(p, given, PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(prompts, *tape.memory, *(() if handed is None else (handed.buffer,)), *convolved))
     triton.remember_served(call, x, known, PREFILL)
@@ -86,7 +86,7 @@ def _new_handed(p: Problem, launches: tuple[PoolLaunch, ...]) -> Workspace | Non
 
 def workspace_bytes(p: Problem, x: Inputs) -> int:
     """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
-    nowhere, copied = p._replace(device=torch.device("meta")), (x.g,) if p.taps else (*x[:3], x.g)
+    nowhere, copied = p._replace(device=torch.device("meta")), (x.g,) if p.pools.taps else (*x[:3], x.g)
     chip = chip_of(p.device)
     planned = channel_pool_launches(p, chip, every=False)
     handed, tape = _new_handed(nowhere, planned), new_channel_tape(nowhere, chip, planned[-1].sequences)

@@ -250,7 +250,7 @@ def store_inverse(rows, columns, strengths, a_desc, at):
 def prepare(
     q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, l_desc, a_desc, gamma, rates, saved_b, saved_norms, beta,
     A_log, dt_bias, cu_seqlens, o, forgets, prompts, N, T, items, parted, least, most, q_batch, k_batch, g_batch, heads,
-    group, HV, scale, lower_bound, beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr,
+    group, HV, scale, bound, beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times value heads. If o is given, it gets zeros after the last packed sequence. ``parted``: how
@@ -300,7 +300,7 @@ def prepare(
         if RAW_GATE:  # noqa: SIM102 (a constant). Given log decays are zeros there
             if left < C:
                 rest_living(gates, left)
-        sums, middle = sum_gates(gates, totals, A, bias, lower_bound, RAW_GATE, BOUNDED)
+        sums, middle = sum_gates(gates, totals, A, bias, bound, RAW_GATE, BOUNDED)
         mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q and k are there
         vectors(
             sq, sk, weights, strengths, norms, rates, saved_b, saved_norms, item, b, left, HV, group, scale, beta_top,
@@ -375,7 +375,7 @@ def run_prepare(
         *(None if t is None else squares(t) for t in (out.P, L, out.A)), out.gamma, out.rates,
         *((None, None) if s is None else (s.vectors, s.norms)), x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, forgets,
         listed.prompts, p.N, p.T, items, p.N * p.HV * (parts - 1), listed.least, listed.most, *batches, heads,
-        p.HV // p.H, p.HV, p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
+        p.HV // p.H, p.HV, p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
     constants = constants_of(c, prepare, arguments)
     programs = min(items, PREPARES * c.shape.chip.processors)

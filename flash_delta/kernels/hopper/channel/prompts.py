@@ -31,7 +31,7 @@ NUMBERS = ["T", "least", "most", "q_batch", "k_batch", "v_batch", "g_batch", "gr
 def channel_prompts(
     q_desc, k_desc, v_desc, g_desc, o_desc, states, handed, tape, cu_seqlens, prompts, checkpoints, offsets, o, beta,
     A_log, dt_bias, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column, q_batch,
-    k_batch, v_batch, g_batch, heads, group, scale, lower_bound, beta_top, beta_batch, beta_strides,
+    k_batch, v_batch, g_batch, heads, group, scale, bound, beta_top, beta_batch, beta_strides,
     HV: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr, TAPED: gl.constexpr,
@@ -45,7 +45,7 @@ def channel_prompts(
             kept += (offsets,)
     descs = Described(q_desc, k_desc, v_desc, g_desc, o_desc, states, states, handed)
     work = Work(cu_seqlens, T, None, 0, (prompts, least, most), None)
-    gate = GateParameters(A_log, dt_bias, lower_bound, scale, beta, beta_batch, beta_strides, beta_top)
+    gate = GateParameters(A_log, dt_bias, bound, scale, beta, beta_batch, beta_strides, beta_top)
     places = Places(q_batch, k_batch, g_batch, v_batch, heads, group)
     run_roles(
         descs, kept, work, tape, None, o, gate, places, HV, True, V_FIRST, True, NORM, RAW_BETA, RAW_GATE, BOUNDED,
@@ -67,9 +67,9 @@ def run_channel_prompts(
         arguments = (
             q, k, ragged(x.v, 64 * t.HALVES, STEP.value), g, out, states, *handed_by(laid), x.cu_seqlens, prompts,
             *kept[:2], o, x.beta, x.A_log, x.dt_bias, p.T, least, most, *kept[2:], q_batch, k_batch, v_batch, g_batch,
-            heads, p.HV // p.H, p.scale, p.lower_bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
+            heads, p.HV // p.H, p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
         )  # fmt: skip
-        own = CHANNEL_LOOP | t._asdict() | {"NR": 2 if p.g_dtype == torch.float32 else 3, "TAPED": laid is not None}
+        own = CHANNEL_LOOP | t._asdict() | {"NR": 2 if p.gate.dtype == torch.float32 else 3, "TAPED": laid is not None}
         constants = constants_of(c, channel_prompts, arguments, **own)
         programs = min(sequences * p.HV, c.shape.chip.processors) if laid is None else laid.programs
         grid = programs, 2 // t.HALVES

@@ -34,7 +34,7 @@ class GateParameters(NamedTuple):
 
     A_log: Any
     dt_bias: Any
-    lower_bound: Any
+    bound: Any
     scale: Any
     beta: Any
     beta_batch: Any

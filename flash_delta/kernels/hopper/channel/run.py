@@ -45,8 +45,8 @@ def unsupported(p: Problem) -> str | None:
     """Why these kernels cannot run ``p``, a problem with a decay per channel. None if they can."""
     if p.dtype != torch.bfloat16 or (p.K, p.V) != (128, 128):
         return f"with a decay per channel it runs heads of 128 in bfloat16; they are {p.K} and {p.V} in {p.dtype}"
-    if p.g_dtype not in (torch.bfloat16, torch.float32):
-        return f"with a decay per channel g has to be torch.bfloat16 or torch.float32, it is {p.g_dtype}"
+    if p.gate.dtype not in (torch.bfloat16, torch.float32):
+        return f"with a decay per channel g has to be torch.bfloat16 or torch.float32, it is {p.gate.dtype}"
     return None
 
 
@@ -191,7 +191,7 @@ def _parts(p: Problem, split: object) -> int:
 def _may_part(p: Problem) -> bool:
     """Whether sequences of some sizes are cut into parts. With raw gates without a bound `find_forgetting` takes more
     time than a trained model could gain."""
-    free = p.raw_gate and p.lower_bound is None
+    free = p.gate.raw and p.gate.bound is None
     return can_loop(p) and not free and may_scan_channels(p, chip_of(p.device))
 
 

@@ -55,5 +55,5 @@ def find_checkpoint(kept, n, tokens, length, offset):
 def checkpoint_arguments(p: Problem, s: Slots) -> tuple[Any, ...]:
     """The arguments of a kernel for POINTERS and NUMBERS."""
     tables = (s.checkpoint_indices, s.checkpoint_offsets)
-    interval = min(p.checkpoint_every, p.T + C.value)
-    return *tables, len(s.state_pool), p.null_slot, count_checkpoints(s), interval, *checkpoint_table(*tables)
+    interval = min(p.pools.checkpoint_every, p.T + C.value)
+    return *tables, len(s.state_pool), p.pools.null_slot, count_checkpoints(s), interval, *checkpoint_table(*tables)

@@ -29,7 +29,7 @@ BYTES = gl.constexpr(64 * 32 * 2)  # of a tile
 def fine(p: Problem) -> bool:
     """Whether kernels keep A in two parts where a beta is above 1. On a pool they always do, since warm-up does not
     know what calls say of beta."""
-    return p.pool is not None or p.most_beta > 1
+    return p.pools is not None or p.most_beta > 1
 
 
 @gluon.jit

@@ -44,7 +44,7 @@ def pads(p: Problem) -> bool:
     """Whether the heads of ``p`` are padded."""
     if p.K in (*WIDTHS, 256) and p.V % p.K == 0:
         return False
-    return p.gate != "channel" and p.pool is None and max(p.K, p.V) <= WIDTHS[-1]
+    return p.gate.kind != "channel" and p.pools is None and max(p.K, p.V) <= WIDTHS[-1]
 
 
 def padded(p: Problem) -> Problem:

@@ -156,6 +156,6 @@ def run_list_prompts(c: Call, o: Tensor, prompts: Tensor, tape: Tape, s: Slots) 
     p, tables = c.p, (s.read_indices, s.write_indices, s.has_initial_state)
     launch_rule(
         c, list_prompts, (c.x.cu_seqlens, o, prompts, *tables, tape.table, tape.marks), (count_slots(p), 1, 1),
-        Tile(4, 1), *tape.numbers, p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in tables),
+        Tile(4, 1), *tape.numbers, p.N, p.T, len(s.state_pool), p.pools.null_slot, *(table(t)[0] for t in tables),
         PROGRAMS=most_programs(c.shape.chip.processors),
     )  # fmt: skip

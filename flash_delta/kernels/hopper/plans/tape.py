@@ -100,7 +100,7 @@ def new_pool_tape(p: Problem, chip: Chip, starts: int) -> Tape:
 
 def new_channel_tape(p: Problem, chip: Chip, sequences: int) -> Tape:
     """Memory for the tape of the loop with a decay per channel, with a whole state per program."""
-    pace = CHANNEL_PACE if p.pool is None else CHANNEL_PACE.on_pool(p)
+    pace = CHANNEL_PACE if p.pools is None else CHANNEL_PACE.on_pool(p)
     return new_tape(p, min(sequences * p.HV, chip.processors), pace)
 
 

@@ -95,14 +95,14 @@ def total(x, first: tl.constexpr, I):
 
 
 @triton.jit
-def gates_of(tile, left, rate, bias, lower_bound, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
+def gates_of(tile, left, rate, bias, bound, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr):
     """Returns the activations of 16 tokens, of which ``left`` exist, their log decay in bits, and which tokens
     exist."""
     if BOUNDED and not RAW_GATE:  # -inf times the unit matrix's zeros is NaN; LEAST_DECAY is below any bound
         tile = tl.maximum(tile, LEAST_DECAY)
     a, live = in_order(tile), (tl.arange(0, 16) < left)[None, :]
     decay = channel_log_decay(
-        living(a, live, RAW_GATE).to(tile.dtype), rate[:, None], bias[:, None], lower_bound, BITS, RAW_GATE, BOUNDED
+        living(a, live, RAW_GATE).to(tile.dtype), rate[:, None], bias[:, None], bound, BITS, RAW_GATE, BOUNDED
     )  # fmt: skip
     return a, decay, live
 
@@ -157,7 +157,7 @@ def between(aq, ap, z, y, qe, pe, columns, factor, dP, dL):
 @triton.jit(do_not_specialize=["N", "T"])
 def channel_gradients(
     q, k, g, A_log, dt_bias, dPD, taken, cu_seqlens, dq, dk, written, through, fallen, dg, dA_log, ddt_bias, N, T,
-    lower_bound, q_strides, k_strides, g_strides,
+    bound, q_strides, k_strides, g_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +193,7 @@ def channel_gradients(
     rest, D, lowest, keys, totals, z, y = none, none, none, (), (), (), ()
     behind_first = (t[:, None] > 0) & (t[:, None] <= t[None, :])
     for m in tl.static_range(LAST, -1, -1):
-        _, gates, _ = gates_of(g_tiles[m], stop - token - 16 * m, rate, bias, lower_bound, RAW_GATE, BOUNDED)
+        _, gates, _ = gates_of(g_tiles[m], stop - token - 16 * m, rate, bias, bound, RAW_GATE, BOUNDED)
         kk = in_order(k_tiles[m])
         s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
         fell = tl.sum(gates, 1)
@@ -217,7 +217,7 @@ def channel_gradients(
         q_tile, k_tile = load_channels(q, q_strides, at, left, c, K, W), load_channels(k, k_strides, at, left, c, K, W)
         g_tile, end = load_channels(g, g_strides, at, left, c, K, W), load_channels(written, rows, 16 * I, 16, c, K, W)
         dq_tile, dk_tile = load_channels(dq, rows, 16 * I, 16, c, K, W), load_channels(dk, rows, 16 * I, 16, c, K, W)
-        a, gates, live = gates_of(g_tile, left, rate, bias, lower_bound, RAW_GATE, BOUNDED)
+        a, gates, live = gates_of(g_tile, left, rate, bias, bound, RAW_GATE, BOUNDED)
         s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
         opens, fall = tl.sum(tl.where(t[None, :] == 0, gates, 0.0), 1), last_of(s, RAW_GATE)
         e, kk = tl.exp2(s), in_order(k_tile)
@@ -252,7 +252,7 @@ def channel_gradients(
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
         elif BOUNDED:
-            d = clamp_backward(d, a, lower_bound)
+            d = clamp_backward(d, a, bound)
         store_rows(dg + at.to(tl.int64) * (HV * K), d, first, left, HV * K, K, W)
     store_sums(dA_log, ddt_bias, sums, dA, dbias, c < K, HAS_A, HAS_BIAS)
 
@@ -269,6 +269,6 @@ def run_channel_gradients(
     pointers = (
         x.q, x.k, x.g, x.A_log, x.dt_bias, scores.queries, scores.keys, x.cu_seqlens, *heads, dg, dA_log, ddt_bias
     )  # fmt: skip
-    scalars = p.N, p.T, p.lower_bound or 0.0, strides(x.q), strides(x.k), strides(x.g)
+    scalars = p.N, p.T, p.gate.bound or 0.0, strides(x.q), strides(x.k), strides(x.g)
     grid = (count_slots(p) * -(-p.K // W), p.HV, 1)
     launch_rule(c, channel_gradients, pointers, grid, chosen, *scalars, W=W, follows=True)

@@ -35,7 +35,7 @@ def find_gradients(c: Call, memory: tuple[Workspace, ...], d: Inputs) -> None:
     p, do, sums = c.p, c.more[0], (d.g, d.A_log, d.dt_bias)
     solved, factors, channels, residual, chain, scores, heads = c.parts(*memory)
     run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
-    if p.gate == "channel":
+    if p.gate.kind == "channel":
         if p.dtype == torch.bfloat16:
             run_channel_gradients(c, scores, heads, *sums)
         if needs_halving(p):
@@ -44,7 +44,7 @@ def find_gradients(c: Call, memory: tuple[Workspace, ...], d: Inputs) -> None:
         return
     run_query_gradients(c, solved, factors, residual, do, d.q, scores)
     run_key_gradients(c, solved, factors, residual, chain, d, scores)
-    if p.gate == "scalar":
+    if p.gate.kind == "scalar":
         run_gates(c, solved, scores, *sums)
 
 

@@ -83,12 +83,12 @@ def load_gates(
 ):  # fmt: skip
     """Returns the activations of 32 tokens and their log decays, ``[W, 32]``; which tokens exist; and the results of
     ``parameters``. ``raw``: g, A_log, dt_bias and the lower bound. ``strides``: those of g."""
-    g, A_log, dt_bias, lower_bound = raw
+    g, A_log, dt_bias, bound = raw
     rate, bias = channel_parameters(A_log, dt_bias, hv, c, K, RAW_GATE, HAS_A, HAS_BIAS)
     live = (token + tl.arange(0, 32) < stop)[None, :]
     a = load_channels(g, strides, token, stop, c, K, W)
     decays = channel_log_decay(
-        living(a, live, RAW_GATE), rate[:, None], bias[:, None], lower_bound, unit, RAW_GATE, BOUNDED
+        living(a, live, RAW_GATE), rate[:, None], bias[:, None], bound, unit, RAW_GATE, BOUNDED
     )  # fmt: skip
     return a, decays, live, rate, bias
 
@@ -269,7 +269,7 @@ def half_chunk(
 @triton.jit(do_not_specialize=["N", "T"])
 def halved_gradients(
     q, k, g, A_log, dt_bias, do, U, dU, states, dstates, dPD, taken, vectors, norms, cu_seqlens,
-    fallen, dq, dk, dg, dA_log, ddt_bias, N, T, scale, unit, lower_bound, q_strides, k_strides, g_strides,
+    fallen, dq, dk, dg, dA_log, ddt_bias, N, T, scale, unit, bound, q_strides, k_strides, g_strides,
     do_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -301,7 +301,7 @@ def halved_gradients(
     states, dstates = states + state, dstates + state
     # first for the earlier half: its decay, and its gradients from writing to the state
     kk = load_channels(k, k_strides, token, stop, c, K, W)
-    raw = (g, A_log, dt_bias, lower_bound)
+    raw = (g, A_log, dt_bias, bound)
     gi = load_gates(raw, g_strides, BITS, hv, token, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
     past = tl.exp2(tl.sum(gi, 1))
     through = past * state_sums(states, dstates, column, K, W, V, BV) * unit
@@ -331,14 +331,14 @@ def halved_gradients(
             dA += tl.sum(of_A_log, 1)
             dbias += tl.sum(d, 1)
         elif BOUNDED:
-            d = clamp_backward(d, a, lower_bound)
+            d = clamp_backward(d, a, bound)
         store_channels(dg + at.to(tl.int64) * (HV * K), d, HV * K, stop - at, c, K, W)
     store_sums(dA_log, ddt_bias, sums, dA, dbias, c < K, HAS_A, HAS_BIAS)
 
 
 def needs_halving(p: Problem) -> bool:
     """Whether `channel_gradients` may leave channels to `halved_gradients`."""
-    return p.dtype != torch.bfloat16 or p.lower_bound is None
+    return p.dtype != torch.bfloat16 or p.gate.bound is None
 
 
 def run_halved_gradients(
@@ -354,6 +354,6 @@ def run_halved_gradients(
         x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
         s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, dg, dA_log, ddt_bias,
     )  # fmt: skip
-    scalars = p.N, p.T, p.scale, state_unit(p), p.lower_bound or 0.0, *map(strides, (x.q, x.k, x.g, do))
+    scalars = p.N, p.T, p.scale, state_unit(p), p.gate.bound or 0.0, *map(strides, (x.q, x.k, x.g, do))
     grid = (count_slots(p) * -(-p.K // W), p.HV, 1)
     launch_rule(c, halved_gradients, pointers, grid, chosen, *scalars, W=W, BV=min(128, block(p.V)), follows=True)

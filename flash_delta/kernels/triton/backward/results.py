@@ -35,7 +35,7 @@ def summing(p: Problem, kernels: Kernels, d: Inputs) -> tuple[Kernels, Inputs, t
     """``kernels`` that also sum the gradients of A_log and dt_bias over chunks, the gradients with these sums, and the
     parts. With a gate per channel PyTorch sums."""
     parts = {name: getattr(d, name) for name in ("A_log", "dt_bias") if getattr(d, name) is not None}
-    if p.gate == "channel" or not parts:
+    if p.gate.kind == "channel" or not parts:
         return kernels, d, ()
     sums = {name: torch.empty(p.HV, dtype=torch.float32, device=p.device) for name in parts}
 
@@ -51,6 +51,6 @@ def new_gradients(p: Problem, x: Inputs) -> Inputs:
     """Contiguous memory for the gradients, on the device of ``p``. For A_log and dt_bias it is for their sums per
     chunk, [slots, HV] or [slots, HV, K]."""
     d = Inputs(*(None if t is None else torch.empty(t.shape, dtype=t.dtype, device=p.device) for t in x[:7]))
-    sums = count_slots(p), p.HV, *((p.K,) if p.gate == "channel" else ())
+    sums = count_slots(p), p.HV, *((p.K,) if p.gate.kind == "channel" else ())
     new = partial(torch.empty, sums, dtype=torch.float32, device=p.device)
     return d._replace(**{name: new() for name in ("A_log", "dt_bias") if getattr(x, name) is not None})

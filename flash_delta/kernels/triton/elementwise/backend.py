@@ -226,7 +226,7 @@ def normalize_backward_to(
 
 
 def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
-    kind, y = (*GATE, p.lower_bound is not None), x.g.new_empty(x.g.shape, dtype=p.output_dtype)
+    kind, y = (*GATE, p.gate.bound is not None), x.g.new_empty(x.g.shape, dtype=p.output_dtype)
     if again(known, kind, x, made=(y,)) or not y.numel():
         return y
     with on(p.device):
@@ -237,7 +237,7 @@ def gate(p: GateProblem, x: Gated, known: KnownCall | None = None) -> Tensor:
 
 
 def gate_backward(p: GateProblem, x: Gated, dy: Tensor, known: KnownCall | None = None) -> Gated:
-    kind = "gate_backward", p.lower_bound is not None
+    kind = "gate_backward", p.gate.bound is not None
     given, name = (*x, dy), _name_back(kind, x, dy)
     made = again(known, name, x, (dy,))
     if made is not None:

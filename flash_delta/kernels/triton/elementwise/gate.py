@@ -1,6 +1,6 @@
 """Raw gate activations to log decays, forward and backward. A gate per head is a gate per channel with K = 1.
 
-    y = -e^A_log softplus(g + dt_bias),  with a bound  y = lower_bound sigmoid(e^A_log (g + dt_bias))
+    y = -e^A_log softplus(g + dt_bias),  with a bound  y = bound sigmoid(e^A_log (g + dt_bias))
 
 The formulas are those of kernels/device. Channels of all heads are one axis of D = HV K.
 """
@@ -34,16 +34,16 @@ def rate_and_bias(A_log, dt_bias, d, D: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def decays_of(a, rate, bias, lower_bound, BOUNDED: tl.constexpr):
+def decays_of(a, rate, bias, bound, BOUNDED: tl.constexpr):
     if BOUNDED:
-        return channel_log_decay(a, rate, bias, lower_bound, 1.0, True, True)
+        return channel_log_decay(a, rate, bias, bound, 1.0, True, True)
     else:  # `channel_log_decay` would clamp at its least log decay
         return head_log_decay(a, -rate, bias)
 
 
-@triton.jit(do_not_specialize=["M", "lower_bound"])
+@triton.jit(do_not_specialize=["M", "bound"])
 def decay(
-    g, A_log, dt_bias, y, M, lower_bound, row_stride, head_stride, channel_stride, D: tl.constexpr, K: tl.constexpr,
+    g, A_log, dt_bias, y, M, bound, row_stride, head_stride, channel_stride, D: tl.constexpr, K: tl.constexpr,
     BD: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """A program has BD channels of ROWS of the M rows. y [M, D] is contiguous."""
@@ -51,14 +51,14 @@ def decay(
     inside = (row < M)[:, None] & (d < D)[None, :]
     rate, bias = rate_and_bias(A_log, dt_bias, d, D, K)
     a = load_gates(g, row, d, row_stride, head_stride, channel_stride, inside, K)
-    result = decays_of(a, rate, bias, lower_bound, BOUNDED)
+    result = decays_of(a, rate, bias, bound, BOUNDED)
     at = y + row.to(tl.int64)[:, None] * D + d[None, :]
     tl.store(at, result.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "lower_bound", "step"])
+@triton.jit(do_not_specialize=["M", "bound", "step"])
 def decay_backward(
-    g, A_log, dt_bias, dy, dg, parts, M, lower_bound, step, row_stride, head_stride, channel_stride, dy_row_stride,
+    g, A_log, dt_bias, dy, dg, parts, M, bound, step, row_stride, head_stride, channel_stride, dy_row_stride,
     dy_head_stride, dy_channel_stride, D: tl.constexpr, K: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def decay_backward(
         inside = (row < M)[:, None] & (d < D)[None, :]
         a = load_gates(g, row, d, row_stride, head_stride, channel_stride, inside, K)
         dresult = load_gates(dy, row, d, dy_row_stride, dy_head_stride, dy_channel_stride, inside, K).to(tl.float32)
-        result = decays_of(a, rate, bias, lower_bound, BOUNDED)
+        result = decays_of(a, rate, bias, bound, BOUNDED)
         da, more = channel_gate_backward(dresult, result, a, rate, bias, inside, BOUNDED)
         tl.store(dg + row.to(tl.int64)[:, None] * D + d[None, :], da.to(dg.dtype.element_ty), mask=inside)
         dA += more
@@ -93,7 +93,7 @@ def run_decay(c: Call, y: Tensor) -> None:
     x, M = c.x, len(c.x.g)
     (blocks, rows), constants = _tile(c, NUMBERS)
     grid = -(-M // rows), blocks, 1
-    launch(c, decay, (*x, y), Plan(grid, WARPS, (M, c.p.lower_bound or 0.0, *x.g.stride()), constants))
+    launch(c, decay, (*x, y), Plan(grid, WARPS, (M, c.p.gate.bound or 0.0, *x.g.stride()), constants))
 
 
 def count_gate_parts(c: Call) -> int:
@@ -106,7 +106,7 @@ def run_decay_backward(c: Call, dg: Tensor, parts: Tensor) -> None:
     """``c.more``: dy [M, HV, K]."""
     x, (dy,), programs = c.x, c.more, len(parts)
     (blocks, rows), constants = _tile(c, BACKWARD_NUMBERS)
-    scalars = len(x.g), c.p.lower_bound or 0.0, programs * rows, *x.g.stride(), *dy.stride()
+    scalars = len(x.g), c.p.gate.bound or 0.0, programs * rows, *x.g.stride(), *dy.stride()
     launch(c, decay_backward, (*x, dy, dg, parts), Plan((programs, blocks, 1), WARPS, scalars, constants))
 
 
@@ -115,5 +115,5 @@ def _tile(c: Call, numbers: int) -> tuple[tuple[int, int], dict[str, int | bool]
     D = c.p.HV * c.p.K
     BD = min(COLUMNS, next_power_of_2(D))
     rows = numbers // BD
-    constants = {"D": D, "K": c.p.K, "BD": BD, "ROWS": rows, "BOUNDED": c.p.lower_bound is not None}
+    constants = {"D": D, "K": c.p.K, "BD": BD, "ROWS": rows, "BOUNDED": c.p.gate.bound is not None}
     return (-(-D // BD), rows), constants

@@ -170,7 +170,7 @@ def reciprocal_lengths(q, k, zeros, W: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def explicit_scores(
-    q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, lower_bound, q_strides, k_strides,
+    q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, bound, q_strides, k_strides,
     g_strides, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr,
     HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -200,7 +200,7 @@ def explicit_scores(
                 p = tl.where(o[None, :] == m, p + tl.sum(qq * weights, 1)[:, None], p)
                 l = tl.where(o[None, :] == m, l + tl.sum(kk * weights, 1)[:, None], l)
                 a = tl.load(g_rows + (first + m).to(tl.int64) * g_strides[1] + c * g_strides[3], mask=live, other=0.0)
-                decay = channel_log_decay(living(a, live, RAW_GATE), rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED)
+                decay = channel_log_decay(living(a, live, RAW_GATE), rate, bias, bound, BITS, RAW_GATE, BOUNDED)
                 D = tl.where((o[:, None] >= m) & (m > 0), D + decay[None, :], D)
             lowest = tl.minimum(lowest, tl.min(D, 1))
         unsafe = (lowest < UNSAFE)[:, None]
@@ -212,7 +212,7 @@ def explicit_scores(
 @triton.jit
 def token_block(
     q_tile, k_tile, g_tile, Qg, Kg, Kd, P, L, rates, norms, zeros, G, since, early, I, left, c, rate, bias,
-    scale, lower_bound, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
+    scale, bound, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
     BOUNDED: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Block I of 16 tokens. ``left``: how many of them exist. ``early``: k of the block before, decayed up to its end.
@@ -243,7 +243,7 @@ def token_block(
         since = zeros
     gates, qe, ke, own = (), (), (), ()
     for m in tl.static_range(16):  # token by token: few numbers at a time
-        gates += (channel_log_decay(g[m], rate, bias, lower_bound, BITS, RAW_GATE, BOUNDED),)
+        gates += (channel_log_decay(g[m], rate, bias, bound, BITS, RAW_GATE, BOUNDED),)
         if m == 0:
             G += gates[0]
             since += gates[0]
@@ -282,7 +282,7 @@ def token_block(
 @triton.jit(do_not_specialize=["N", "T", "beta_batch"])
 def channel(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, Qg, Kg, Kd, P, L, gamma, rates, vectors, norms, N, T, scale,
-    lower_bound, beta_top, q_strides, k_strides, g_strides, beta_batch, beta_strides,
+    bound, beta_top, q_strides, k_strides, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
@@ -326,7 +326,7 @@ def channel(
         g_tile = load_tile(g_rows, g_strides, at, stop, 0, K, 16, BK)
         early, G, since, fell = token_block(
             q_tile, k_tile, g_tile, Qg + tile, Kg + tile, Kd + tile, P, L, rates, norms, zeros, G, since,
-            early, I, stop - at, c, rate, bias, scale, lower_bound, K, BK, C, RAW_GATE, BOUNDED, NORM, PRECISION,
+            early, I, stop - at, c, rate, bias, scale, bound, K, BK, C, RAW_GATE, BOUNDED, NORM, PRECISION,
         )  # fmt: skip
         lowest = tl.minimum(lowest, fell)
     tl.store(gamma + head * K + c, tl.exp2(G), mask=c < K)
@@ -338,7 +338,7 @@ def channel(
     if not BOUNDED and tl.min(tl.where(c < K, lowest, 0.0), 0) < LOOK:
         tl.debug_barrier()  # other threads write some of the rows above again
         explicit_scores(
-            q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, lower_bound, q_strides,
+            q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, bound, q_strides,
             k_strides, g_strides, K, min(BK, 32), C, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS, NORM,
         )  # fmt: skip
 
@@ -349,6 +349,6 @@ def run_channel(c: Call, s: Solved, ch: Channels) -> None:
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *ch, s.vectors, s.norms)
     launch_rule(
         c, channel, pointers, (count_slots(p) * p.HV, 1, 1), tile("channel", p, c.shape.chip),
-        p.N, p.T, p.scale, p.lower_bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
+        p.N, p.T, p.scale, p.gate.bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
         batch(x.beta), tokens(x.beta),
     )  # fmt: skip

@@ -9,9 +9,9 @@ from flash_delta.kernels.triton.forward.solve import run_solve
 
 def run_chunks(c: Call, solved: Solved, factors: Factors, channels: Channels, *, saved: bool = False) -> None:
     """``saved``: the results of `solve` were saved."""
-    if c.p.gate == "channel":
+    if c.p.gate.kind == "channel":
         run_channel(c, solved, channels)
     if not saved:
         run_solve(c, channels, solved)
-    if c.p.gate != "channel":
+    if c.p.gate.kind != "channel":
         run_factor(c, solved, factors, follows=not saved)

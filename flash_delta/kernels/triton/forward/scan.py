@@ -384,7 +384,8 @@ def run_scan(
         initial = final = slots.state_pool
         indices = (slots.read_indices, slots.write_indices, slots.has_initial_state, slots.checkpoint_indices)
         indices += (slots.checkpoint_offsets,)
-        counts = (len(final), p.null_slot, count_checkpoints(slots), min(p.checkpoint_every, p.T + C) // C)
+        every_chunks = min(p.pools.checkpoint_every, p.T + C) // C
+        counts = (len(final), p.pools.null_slot, count_checkpoints(slots), every_chunks)
 
     pointers = (*scan_operands(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices)
     for w in scan_launches(kernel, p, c.shape.chip, every(c), *choice):

@@ -24,7 +24,7 @@ def crowded(p: Problem) -> str | None:
     if p.HV > MOST_PROGRAMS:
         return f"it scans up to {MOST_PROGRAMS:,} heads side by side, there are {p.HV:,}"
     most, when = (MOST_PROGRAMS // 2, "with gradients ") if p.needs_grad else (MOST_PROGRAMS - 1, "")
-    if most < p.N and (p.pool is None or p.batch_invariant):
+    if most < p.N and (p.pools is None or p.batch_invariant):
         return f"{when}it scans up to {most:,} sequences side by side, there are {p.N:,}"
     return None
 
@@ -60,7 +60,7 @@ def scan_grid(p: Problem, w: PoolLaunch) -> tuple[int, int, int]:
 
 def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
     """The bytes for descriptors of `run_scan` in a call without gradients: 128 for each descriptor of a program."""
-    channel, most = p.gate == "channel", 0
+    channel, most = p.gate.kind == "channel", 0
     for w in scan_launches("scan", p, chip, every=False):
         if w.tile.tma and wide((x.v, *outside(p, x))):
             # X, Y, A for U; v, o; the tensors that read and erase. With AHEAD the kernel loads Y into registers.
@@ -93,7 +93,7 @@ def scan_operands(c: Call, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ..
 
 def readers(c: Call, ch: Channels) -> tuple[Any, Any]:
     """The tensors that read and erase, as arguments of the scans."""
-    return (c.x.q, c.keys) if c.p.gate != "channel" else (ch.Qg, ch.Kg)
+    return (c.x.q, c.keys) if c.p.gate.kind != "channel" else (ch.Qg, ch.Kg)
 
 
 def maps(ch: Channels, f: Factors) -> tuple[Any, Any, Any]:
@@ -103,4 +103,4 @@ def maps(ch: Channels, f: Factors) -> tuple[Any, Any, Any]:
 
 def outside(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """The tensors of ``readers`` that come from the caller."""
-    return (x.q, x.k if x.p is None else x.p) if p.gate != "channel" else ()
+    return (x.q, x.k if x.p is None else x.p) if p.gate.kind != "channel" else ()

@@ -316,5 +316,5 @@ def run_solve(c: Call, ch: Channels, s: Solved) -> None:
     launch_rule(
         c, solve, pointers, (count_slots(p), p.H, 1), WARP,
         p.N, p.T, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g),
-        batch(x.beta), tokens(x.beta), follows=p.gate == "channel",
+        batch(x.beta), tokens(x.beta), follows=p.gate.kind == "channel",
     )  # fmt: skip

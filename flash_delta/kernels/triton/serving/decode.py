@@ -102,7 +102,7 @@ INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_
 def decode(
     q, k, v, g, beta, A_log, dt_bias, initial, pool, read_indices, write_indices, accepted, parents, has_initial_state,
     cu_seqlens, o,
-    N, T, most, slots, written_slots, null_slot, columns, first_written, scale, lower_bound, beta_range,
+    N, T, most, slots, written_slots, null_slot, columns, first_written, scale, bound, beta_range,
     source_stride, slot_stride, step_stride,
     q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token,
     read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
@@ -201,7 +201,7 @@ def decode(
             if write_indices is not None:
                 written_index = load_index(write_indices, b, t + 1, write_strides)
         S, ot = advance(
-            last, qt, kt, vt, a, bt, rate, bias, scale, lower_bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
+            last, qt, kt, vt, a, bt, rate, bias, scale, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
             NORM,
         )  # fmt: skip
         ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
@@ -219,12 +219,12 @@ def decode(
 def run_decode(c: Call, o: Tensor, *choice: Tile, after: bool = False) -> None:
     """``c.more`` are the call's `Slots` and `Around`. In a prefill, rows are sequences. ``after``: the convolution is
     launched before. Products and sums are not fused, since the compiler's choice would depend on the other code."""
-    p, x, s = c.p, c.x, opened(c)[0]
+    p, x, s, pools = c.p, c.x, opened(c)[0], c.p.pools
     apart = s.write_pool is not None
     pool, source = (s.write_pool, s.state_pool) if apart else (s.state_pool, x.initial_state)
     one, beside = alone(p), short(p) > 0 and not p.recurrent  # beside: it runs with the kernels of a prefill
     units = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta)]
-    rows = p.N + (p.most_tokens > 0) if p.packed else p.B
+    rows = p.N + (pools.most_tokens > 0) if p.packed else p.B
     slot, *inner = states(p, pool[:, 0] if pool.dim() == 5 else pool)
     pointers = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, source, pool, s.read_indices, s.write_indices)
     more = (s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens)
@@ -232,11 +232,11 @@ def run_decode(c: Call, o: Tensor, *choice: Tile, after: bool = False) -> None:
         programs = rows * p.HV * -(-p.V // columns(p, chosen)) + beside
         launch_rule(
             c, decode, (*pointers, *more, o), (programs, 1, 1), chosen,
-            p.N, p.T, p.most_tokens or None, len(s.state_pool), len(pool) if apart else None, p.null_slot,
+            p.N, p.T, pools.most_tokens or None, len(s.state_pool), len(pool) if apart else None, pools.null_slot,
             1 if s.read_indices is None else s.read_indices.shape[-1], first_written_of(c), p.scale,
-            p.lower_bound or 0.0, p.beta_range, source.stride(0) if apart else None, slot,
+            p.gate.bound or 0.0, p.beta_range, source.stride(0) if apart else None, slot,
             token_stride(pool, 4), *(count for counts, _ in units for count in counts), *rows_of(s),
-            *(strides for _, strides in units), AFTER=after, ROLLING=p.rolling, ALONE=one, STRIDES=tuple(inner),
+            *(strides for _, strides in units), AFTER=after, ROLLING=pools.rolling, ALONE=one, STRIDES=tuple(inner),
             SOURCE=None if source is None else states(p, source)[1:],
             follows=beside or after, contracts=False,
         )  # fmt: skip

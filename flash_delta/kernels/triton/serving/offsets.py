@@ -38,7 +38,7 @@ INDICES = [  # see decode.py
 def scan_to_offset(
     k, v, g, beta, A_log, dt_bias, pool, read_indices, write_indices, has_initial_state, checkpoint_indices,
     checkpoint_offsets, cu_seqlens,
-    N, T, slots, null_slot, lower_bound, beta_range, slot_stride, k_token, v_token, g_token, beta_token, read_row,
+    N, T, slots, null_slot, bound, beta_range, slot_stride, k_token, v_token, g_token, beta_token, read_row,
     write_row, has_row, checkpoint_row, offset_row, k_strides, v_strides, g_strides, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, STRIDES: tl.constexpr, SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
@@ -81,7 +81,7 @@ def scan_to_offset(
             after = tl.minimum(t + 1, start + offset - 1)
             token = load_token(ks, ks, vs, gs, betas, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
             S, _output = advance(
-                S, qt, kt, vt, a, bt, rate, bias, 1.0, lower_bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
+                S, qt, kt, vt, a, bt, rate, bias, 1.0, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
                 NORM,
             )  # fmt: skip
     tl.store(state_at(tile, slot, slot_stride), S.to(pool.dtype.element_ty), mask=inside)
@@ -98,7 +98,7 @@ def run_scan_to_offset(c: Call, s: Slots, *, before: bool) -> None:
     for t in decode_tiles(p, c.shape.chip, every(c)):
         launch_rule(
             c, scan_to_offset, pointers, (p.N * p.HV * -(-p.V // columns(p, t)), 1, 1), t,
-            p.N, p.T, len(s.state_pool), p.null_slot, p.lower_bound or 0.0, p.beta_range, slot,
+            p.N, p.T, len(s.state_pool), p.pools.null_slot, p.gate.bound or 0.0, p.beta_range, slot,
             *(token for (_, token), _ in per_token), *(table(t)[0] for t in indices),
             *(strides for _, strides in per_token), STRIDES=tuple(inner), BEFORE=before, contracts=False,
         )  # fmt: skip

@@ -269,7 +269,7 @@ def new_convolved(p: Problem) -> tuple[Tensor, ...]:
     Its stride is 0, so that no length changes the compiled code of the rule's kernels."""
     sizes, dtype = ((p.H, p.K), (p.H, p.K), (p.HV, p.V)), torch.float32 if p.recurrent else p.dtype
     new, row = partial(torch.empty_strided, dtype=dtype, device=p.device), p.T if p.recurrent else 0
-    return tuple(new((p.B, p.T, *size), (row * prod(size), prod(size), size[1], 1)) for size in sizes if p.taps)
+    return tuple(new((p.B, p.T, *size), (row * prod(size), prod(size), size[1], 1)) for size in sizes if p.pools.taps)
 
 
 def convolved_bytes(p: Problem) -> int:
@@ -292,33 +292,33 @@ def run_before(c: Call, convolved: tuple[Tensor, ...]) -> Call:
         pointers = (*x[:3], x.cu_seqlens, *around[:3], *indices, *convolved)
         launch_rule(
             c, convolve_prompts, pointers, (count_pieces(p, w.BT) * blocks if p.T else 0, 1, 1), Tile(w.warps, 1),
-            p.N, p.T, len(s.state_pool), p.null_slot, *(table(t)[0] for t in indices),
+            p.N, p.T, len(s.state_pool), p.pools.null_slot, *(table(t)[0] for t in indices),
             *(tokens(t) for t in x[:3]), around.conv_pool.stride(),
-            W=p.taps, INPUTS=p.window, BLOCKS=blocks, BT=w.BT, BD=w.BD, G=w.G,
+            W=p.pools.taps, INPUTS=p.pools.window, BLOCKS=blocks, BT=w.BT, BD=w.BD, G=w.G,
         )  # fmt: skip
-    bare = p._replace(taps=0, window=0, rolling=False, eps=None, activation=None)
+    bare = p._replace(pools=p.pools._replace(taps=0, window=0, rolling=False, eps=None, activation=None))
     return c._replace(p=bare, x=with_convolved(x, convolved), more=tuple(s))
 
 
 def run_after(c: Call, o: Tensor) -> None:
     """Launches the kernel for the norm and for writing windows, if there is a norm or a convolution."""
-    p, x, s, around = c.p, c.x, *opened(c)
-    if not p.taps and p.eps is None:
+    p, pools, x, s, around = c.p, c.p.pools, c.x, *opened(c)
+    if not pools.taps and pools.eps is None:
         return
     (BV, rows, t), (w, blocks) = row_tile(p.V, ROWS), cut_of_prompts(c)
-    normed = 0 if p.eps is None else -(-p.T * p.HV // rows)
+    normed = 0 if pools.eps is None else -(-p.T * p.HV // rows)
     columns = count_checkpoints(s)
-    windows = columns + (s.write_indices is not None and not p.checkpoint_offsets)
-    written = p.N * windows * blocks if p.taps else 0
-    inputs = x[:3] if p.taps else (None,) * 3
+    windows = columns + (s.write_indices is not None and not pools.checkpoint_offsets)
+    written = p.N * windows * blocks if pools.taps else 0
+    inputs = x[:3] if pools.taps else (None,) * 3
     indices = (s.read_indices, s.write_indices, s.has_initial_state, s.checkpoint_indices, s.checkpoint_offsets)
     pointers = (o, around.norm_gate, around.norm_weight, *inputs, x.cu_seqlens, around.conv_pool, *indices)
     launch_rule(
         c, finish_prompts, pointers, (normed + written, 1, 1), t,
-        p.N, p.T, len(s.state_pool), p.null_slot, columns, p.checkpoint_every, *(table(t)[0] for t in indices[:3]),
-        *checkpoint_table(*indices[3:]), p.eps or 0.0, *(tokens(t) for t in (around.norm_gate, *inputs)),
-        strides(around.conv_pool), BV=BV, ROWS=rows,
-        ACTIVATION=p.activation, INPUTS=p.window, BLOCKS=blocks, BD=w.BD,
+        p.N, p.T, len(s.state_pool), pools.null_slot, columns, pools.checkpoint_every,
+        *(table(t)[0] for t in indices[:3]), *checkpoint_table(*indices[3:]), pools.eps or 0.0,
+        *(tokens(t) for t in (around.norm_gate, *inputs)), strides(around.conv_pool), BV=BV, ROWS=rows,
+        ACTIVATION=pools.activation, INPUTS=pools.window, BLOCKS=blocks, BD=w.BD,
     )  # fmt: skip
 
 
@@ -326,5 +326,5 @@ def cut_of_prompts(c: Call) -> tuple[Cut, int]:
     """How the convolution is divided, and the number of blocks of channels of q, k and v."""
     p = c.p
     widths = p.H * p.K, p.H * p.K, p.HV * p.V
-    w = choose_cut("convolve", c.shape.chip, p.taps, max(widths), p.dtype)._replace(BT=PROMPT_TOKENS)
+    w = choose_cut("convolve", c.shape.chip, p.pools.taps, max(widths), p.dtype)._replace(BT=PROMPT_TOKENS)
     return w, sum(-(-width // w.BD) for width in widths)

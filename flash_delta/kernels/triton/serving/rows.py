@@ -136,7 +136,7 @@ def run_rows(c: Call, o: Tensor, convolved: tuple[Tensor, ...], *choice: Tile) -
     """Launches a decoding step with convolution and norm. ``convolved``: memory for q, k and v after a convolution."""
     rule = _run_convolve_rows(c, convolved) if convolved else c
     run_decode(rule, o, *choice, after=bool(convolved))
-    if c.p.eps is not None:
+    if c.p.pools.eps is not None:
         _run_normalize_outputs(c, o)
 
 
@@ -150,10 +150,10 @@ def _run_convolve_rows(c: Call, convolved: tuple[Tensor, ...]) -> Call:
     pointers = (*x[:3], *indices, x.cu_seqlens, conv, around.conv_weight, around.conv_bias, target, *convolved)
     launch_rule(
         c, convolve_rows, pointers, ((p.N if p.packed else p.B) * blocks, 1, 1), Tile(WARPS, 1),
-        p.N, p.T, p.most_tokens or None, len(s.state_pool), len(s.write_pool) if apart else None, p.null_slot,
-        s.read_indices.shape[-1], first_written_of(c), conv.stride(0), None if target is None else target.stride(0),
-        token_stride(target, 3), *(count for counts, _ in units for count in counts), *rows_of(s),
-        *(strides for _, strides in units),
+        p.N, p.T, p.pools.most_tokens or None, len(s.state_pool), len(s.write_pool) if apart else None,
+        p.pools.null_slot, s.read_indices.shape[-1], first_written_of(c), conv.stride(0),
+        None if target is None else target.stride(0), token_stride(target, 3),
+        *(count for counts, _ in units for count in counts), *rows_of(s), *(strides for _, strides in units),
         CONV=windows_of(p, conv), CONV_TARGET=windows_of(p, conv if target is None else target), BD=CHANNELS,
         BLOCKS=blocks, WRITES=s.write_indices is not None, contracts=False,
     )  # fmt: skip
@@ -166,10 +166,10 @@ def _run_normalize_outputs(c: Call, o: Tensor) -> None:
     counts, strides = counted(around.norm_gate, alone(p))
     launch_rule(
         c, normalize_outputs, (o, around.norm_gate, around.norm_weight), (-(-M // rows), 1, 1), t,
-        p.T, M, p.eps, *counts, strides, BV=BV, ROWS=rows, ACTIVATION=p.activation, follows=True,
+        p.T, M, p.pools.eps, *counts, strides, BV=BV, ROWS=rows, ACTIVATION=p.pools.activation, follows=True,
     )  # fmt: skip
 
 
 def windows_of(p: Problem, pool: Tensor) -> tuple[int, ...]:
     """The tuple that window.py takes as CONV."""
-    return p.taps, p.window, *pool.stride()[-2:], p.rolling
+    return p.pools.taps, p.pools.window, *pool.stride()[-2:], p.pools.rolling

@@ -55,10 +55,10 @@ def load_gate(
 
 @triton.jit
 def log_decay(
-    a, rate, bias, lower_bound, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr
+    a, rate, bias, bound, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr
 ):  # fmt: skip
     if CHANNEL:
-        return channel_log_decay(a, rate, bias, lower_bound, 1.0, RAW_GATE, BOUNDED)[None, :]
+        return channel_log_decay(a, rate, bias, bound, 1.0, RAW_GATE, BOUNDED)[None, :]
     elif RAW_GATE:
         return head_log_decay(a, rate, bias)
     else:
@@ -78,7 +78,7 @@ def read_by(S, x):
 
 @triton.jit
 def advance(
-    last, q, k, v, a, b, rate, bias, scale, lower_bound, beta_range, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
+    last, q, k, v, a, b, rate, bias, scale, bound, beta_range, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
     BOUNDED: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """The state [BV, BK] after a token, and its output [BV]."""
@@ -89,7 +89,7 @@ def advance(
     r_k, r_q = 1.0, scale
     if NORM:
         r_k, r_q = reciprocal_length(k), scale * reciprocal_length(q)
-    S = last.to(tl.float32) * tl.exp(log_decay(a, rate, bias, lower_bound, CHANNEL, RAW_GATE, BOUNDED))
+    S = last.to(tl.float32) * tl.exp(log_decay(a, rate, bias, bound, CHANNEL, RAW_GATE, BOUNDED))
     u = b * (v - r_k * read_by(S, k)) * r_k  # [BV]
     S = tl.fma(tl.broadcast_to(k[None, :], S.shape), tl.broadcast_to(u[:, None], S.shape), S)
     return S, r_q * read_by(S, q)

@@ -54,9 +54,9 @@ def line_of(lines, n: gl.constexpr, I: gl.constexpr):
 @gluon.jit
 def gates_of(sg, I: gl.constexpr, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """Activations of a block, their log decays, and which of its tokens are in the sequence."""
-    rate, bias, lower_bound = gate
+    rate, bias, bound = gate
     a, live = load_block(sg, I), token() < left - 16 * I
-    return a, log_decays_of_rows(a, live, rate, bias, lower_bound, RAW_GATE, BOUNDED), live
+    return a, log_decays_of_rows(a, live, rate, bias, bound, RAW_GATE, BOUNDED), live
 
 
 @gluon.jit

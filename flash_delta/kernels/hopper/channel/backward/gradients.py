@@ -277,7 +277,7 @@ def store_box(desc, tile, row, size, first, column):
 def chunk_back(
     q_desc, k_desc, g_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc, dg_desc,
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias, deep, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items,
-    q_batch, k_batch, g_batch, do_batch, heads, HV, scale, shift, lower_bound, beta_top,
+    q_batch, k_batch, g_batch, do_batch, heads, HV, scale, shift, bound, beta_top,
     PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
     DEEP: gl.constexpr,
 ):  # fmt: skip
@@ -345,7 +345,7 @@ def chunk_back(
         factors = load_factors(gl.minimum(where[0], items - 1), vectors, norms, NORM)
         rate, bias = load_parameters(A_log, dt_bias, item, HV)
         mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q, k and g are there
-        gate, left_out = (rate, bias, lower_bound), False
+        gate, left_out = (rate, bias, bound), False
         if deep is not None and not DEEP:
             left_out = may_be_deep(sg, gate, RAW_GATE)
             gl.store(deep + item, gl.where(left_out, 1, 0))
@@ -386,9 +386,9 @@ def run_chunk_back(
     arguments = (
         *(ragged(t, K) for t in (x.q, x.k, x.g, do)), *(blocks(t, K) for t in tiles), blocks(r.states, K, K),
         blocks(chain.dstates, K, K), squares(ch.L), *(ragged(t, K) for t in (d.q, d.k, d.g)), d.q, d.k, d.v, d.g,
-        d.beta, d.A_log, d.dt_bias, deep.chunks if p.lower_bound is None else None, s.vectors, s.norms, x.A_log,
+        d.beta, d.A_log, d.dt_bias, deep.chunks if p.gate.bound is None else None, s.vectors, s.norms, x.A_log,
         x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.HV, p.scale, SHIFT.value - log2(state_unit(p)),
-        p.lower_bound or 0.0, p.beta_range,
+        p.gate.bound or 0.0, p.beta_range,
     )  # fmt: skip
     constants, programs = constants_of(c, chunk_back, arguments, DEEP=rest), min(items, c.shape.chip.processors)
     launch_described(c, chunk_back, DescribedPlan((programs,), arguments, constants), num_warps=8)

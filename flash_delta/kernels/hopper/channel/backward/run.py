@@ -12,8 +12,8 @@ def unsupported(p: Problem) -> str | None:
     """Why `chunk_back` cannot compute the gradients of ``p``. None if it can."""
     if p.H != p.HV:
         return f"by hand they are found for as many key heads as value heads; there are {p.H} and {p.HV}"
-    if p.lower_bound is not None and p.lower_bound < LOWEST:
-        return f"by hand they are found with a lower_bound of {LOWEST:g} or more, it is {p.lower_bound:g}"
+    if p.gate.bound is not None and p.gate.bound < LOWEST:
+        return f"by hand they are found with a lower_bound of {LOWEST:g} or more, it is {p.gate.bound:g}"
     return None
 
 
@@ -22,5 +22,5 @@ def find_gradients(c: Call, memory: tuple[Workspace, ...], d: Inputs) -> None:
     solved, _, channels, residual, chain, deep = (group for w in memory for group in w.views())
     given = c, channels, solved, residual, chain, deep, c.more[0], d
     run_chunk_back(*given, rest=False)
-    if c.p.lower_bound is None:
+    if c.p.gate.bound is None:
         run_chunk_back(*given, rest=True)

@@ -59,7 +59,7 @@ class Ends(NamedTuple):
 
 
 def new_gates(p: Problem) -> Gates:
-    decays = torch.empty(count_slots(p), p.HV, C, dtype=torch.float32, device=p.device) if p.raw_gate else None
+    decays = torch.empty(count_slots(p), p.HV, C, dtype=torch.float32, device=p.device) if p.gate.raw else None
     return Gates(new_rates(p), decays)
 
 

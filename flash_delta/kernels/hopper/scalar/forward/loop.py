@@ -305,7 +305,7 @@ def run_pool_loops(
     launches = pool_loops(p, c.shape.chip, *choice, every=every(c), starts=starts)
     initial = pool(p, final if slots.state_pool is None else slots.state_pool)
     ends = initial, initial if slots.state_pool is final else pool(p, final)
-    kept = checkpoints.NONE if p.pool is None else checkpoint_arguments(p, slots)
+    kept = checkpoints.NONE if p.pools is None else checkpoint_arguments(p, slots)
     taped = [(launch, None if launch.tile == NARROW else tape) for launch in launches]
     handed = None if parts is None else rows(tape.handed)
     _run(c, o, rates, taped, (*(None,) * 3, *ends), (prompts, listed, *kept), initial=True, handed=handed)

@@ -90,4 +90,4 @@ def make_rates(given, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, P
 
 def makes_rates(p: Problem) -> bool:
     """Whether the loop makes its rates. It does so without a pool, norms and raw gates, if nothing is saved."""
-    return p.pool is None and not (p.needs_grad or p.l2norm or p.raw_gate or p.raw_beta)
+    return p.pools is None and not (p.needs_grad or p.l2norm or p.gate.raw or p.raw_beta)

@@ -173,6 +173,7 @@ def run_rates_back(c: Call, out: Tensor, norms: Tensor | None, decays: Tensor | 
 
 def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bool) -> None:
     p, x, (prompts, slots, tables, tape, parts) = c.p, c.x, on_pool
+    count, null = 0 if slots.state_pool is None else len(slots.state_pool), -1 if p.pools is None else p.pools.null_slot
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
     of_tape, numbers = ((None, None), (0,) * len(OF_TAPE)) if tape is None else ((tape.table, tape.marks), tape.numbers)
     listed, cut, room = (None, (0, 0, 0), 0) if parts is None else (parts.listed, tuple(parts.cut), parts.starts)
@@ -181,7 +182,7 @@ def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bo
     columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
     launch_rule(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
-        *numbers, cut, room, p.N, p.T, 0 if slots.state_pool is None else len(slots.state_pool), p.null_slot,
-        *(table(t)[0] for t in tables), p.scale, p.beta_range, strides(x.q), strides(x.k), batch(x.g), tokens(x.g),
-        batch(x.beta), tokens(x.beta), HEADS=heads, BH=columns, PROGRAMS=most_programs(c.shape.chip.processors), **form,
+        *numbers, cut, room, p.N, p.T, count, null, *(table(t)[0] for t in tables), p.scale, p.beta_range,
+        strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta),
+        HEADS=heads, BH=columns, PROGRAMS=most_programs(c.shape.chip.processors), **form,
     )  # fmt: skip
