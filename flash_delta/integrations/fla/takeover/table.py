@@ -25,7 +25,9 @@ from flash_delta.integrations.fla.passes import chunk_gated_delta_rule_bwd, chun
 from flash_delta.integrations.fla.takeover.door import Refusal, Taken
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import explain, fused_gdn_gate, fused_kda_gate
-from flash_delta.ops._elementwise import Convolved, Gated, Normalized, chosen
+from flash_delta.ops._check.elementwise import describe_convolution, describe_gate, describe_norm, describe_token
+from flash_delta.ops._elementwise import chosen
+from flash_delta.ops._operators.elementwise import Convolved, Gated, Normalized
 
 
 def _rule(op: Callable[..., Any]) -> Refusal:
@@ -84,7 +86,7 @@ def _gdn_gate(
     g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
 ) -> str | None:
     options = "fused_gdn_gate", "scalar", None, output_dtype
-    return _left_to_torch(chosen("gate", Gated(g, A_log, dt_bias), *options), g.device)
+    return _left_to_torch(chosen(describe_gate, Gated(g, A_log, dt_bias), *options), g.device)
 
 
 def _kda_gate(
@@ -95,7 +97,7 @@ def _kda_gate(
     output_dtype: torch.dtype = torch.float32,
 ) -> str | None:
     options = "fused_kda_gate", "channel", lower_bound, output_dtype
-    return _left_to_torch(chosen("gate", Gated(g, A_log, dt_bias), *options), g.device)
+    return _left_to_torch(chosen(describe_gate, Gated(g, A_log, dt_bias), *options), g.device)
 
 
 def _convolution(
@@ -120,7 +122,7 @@ def _convolution(
         return why
     tensors = Convolved(_flat(x, weight), weight, bias, initial_state, cu_seqlens)
     options = "causal_conv1d", _silu(activation), output_final_state
-    return _left_to_torch(chosen("convolution", tensors, *options), x.device)
+    return _left_to_torch(chosen(describe_convolution, tensors, *options), x.device)
 
 
 def _token(
@@ -135,7 +137,7 @@ def _token(
         return why
     rows = _flat(x, weight).reshape(-1, weight.shape[0])
     options = "causal_conv1d_update", _silu(activation)
-    return _left_to_torch(chosen("token", Convolved(rows, weight, bias, cache), *options), x.device)
+    return _left_to_torch(chosen(describe_token, Convolved(rows, weight, bias, cache), *options), x.device)
 
 
 def _taps_and_residual(x: Tensor, weight: Tensor | None, residual: Tensor | None) -> str | None:
@@ -158,7 +160,7 @@ def _norm(
     if (why := _alone(bias, residual, prenorm)) is not None:
         return why
     weight = x.new_empty(x.shape[-1]) if weight is None else weight
-    return _left_to_torch(chosen("norm", Normalized(x, weight), "rms_norm", None, eps), x.device)
+    return _left_to_torch(chosen(describe_norm, Normalized(x, weight), "rms_norm", None, eps), x.device)
 
 
 def _gated_norm(
@@ -178,11 +180,11 @@ def _gated_norm(
         return f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
     weight = x.new_empty(x.shape[-1]) if weight is None else weight
     options = "gated_rms_norm", ACTIVATIONS[activation], eps
-    return _left_to_torch(chosen("norm", Normalized(x, weight, g), *options), x.device)
+    return _left_to_torch(chosen(describe_norm, Normalized(x, weight, g), *options), x.device)
 
 
 def _l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> str | None:
-    return _left_to_torch(chosen("norm", Normalized(x, x.new_empty(x.shape[-1])), "l2norm", None, eps), x.device)
+    return _left_to_torch(chosen(describe_norm, Normalized(x, x.new_empty(x.shape[-1])), "l2norm", None, eps), x.device)
 
 
 def _alone(bias: Tensor | None, residual: Tensor | None, prenorm: bool) -> str | None:
