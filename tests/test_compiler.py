@@ -153,7 +153,7 @@ def test_more_spills_are_recorded_only_when_asked_for(known, tmp_path, monkeypat
     ("arguments", "message"),
     [
         (["--target", "sm_75"], "target: expected one of sm_80, "),
-        (["--spills"], "spills: expected --update beside it"),
+        (["--spills"], "spills: expected --update beside it, got"),
         (["nothing.here"], "modules: expected a module that can be imported from "),
     ],
 )

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_delta.modules._shards import shared
-from flash_delta.ops._check.options import as_bool, as_eps, as_size
+from flash_delta.ops._check.options import ACTIVATIONS, as_bool, as_eps, as_size
 from flash_delta.ops._elementwise import compute
 from flash_delta.ops._operators.elementwise import NORM, Normalized
-
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) -> Tensor:

@@ -39,7 +39,7 @@ def compile_kernels(
     Triton. A kernel that is not recorded must not spill. Run it in a checkout.
     """
     if spills and not update:
-        raise ValueError("spills: expected --update beside it")
+        raise ValueError("spills: expected --update beside it, got --spills alone")
     names, targets = modules or list(MODULES), target or list(TARGETS)
     for name in targets:
         if name not in TARGETS:

@@ -14,6 +14,7 @@ LOWEST_BOUND = -5.0  # kernels for bounded gates compute e^(15 * 5), 15 tokens a
 BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
 CHUNK_SIZES = (16, 32, 64)
 NULLS = "a number of at least 0 or None (an index below 0 is padding in any case)"
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # of gated norms
 CHUNKS = f"one of {', '.join(map(str, CHUNK_SIZES))}"
 
 

@@ -1,6 +1,6 @@
 """The operator of a mixer, which torch.compile and torch.export see. It has the tensors of the three parts once."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
@@ -24,18 +24,9 @@ from flash_delta.ops._mixing.parts import (
 from flash_delta.ops._operators.define import BackwardArguments, define
 from flash_delta.problem import Inputs, Mixed, Problem
 
-
-class MixFields(NamedTuple):
-    """`MixOptions` as an operator takes them, and whether there will be a backward pass."""
-
-    gate: str
-    scale: float | None
-    lower_bound: float | None
-    neg_eigval: bool
-    eps: float
-    activation: str | None
-    places: list[int]
-    needs_grad: bool
+# `MixOptions` as an operator takes them, and whether there will be a backward pass.
+_kinds = get_type_hints(MixOptions) | {"places": list[int], "needs_grad": bool}
+MixFields = NamedTuple("MixFields", list(_kinds.items()))
 
 
 def _options(fields: MixFields) -> MixOptions:
