@@ -116,8 +116,9 @@ class Backend(Protocol):
 class ElementwiseBackend(Protocol):
     """Short convolution, RMS norm and gate, the elementwise operations around the rule.
 
-    Ops make autograd Functions of these functions, and under torch.compile operators. Only inputs are saved. `IN_TORCH`
-    alone lacks ``gate_backward``; a backend without such kernels may use it. ``known`` is as in :class:`Backend`.
+    Ops run these functions in one autograd Function, and under torch.compile in operators. Only inputs are saved.
+    `IN_TORCH` alone lacks ``gate_backward``; a backend without such kernels may use it. ``known`` is as in
+    :class:`Backend`.
 
     A backend may also have ``convolve_heads``, ``convolve_heads_backward`` and ``normalize_backward_to``, as in
     `kernels/triton/elementwise/backend.py`. Then a mixer is one node of autograd. Otherwise its parts run one by one.

@@ -12,11 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from flash_delta.compiler.pool import Job, Result, compile_all, find_jobs
-from flash_delta.compiler.targets import TARGETS as ALL_TARGETS
 from workshop.cli.app import app
 from workshop.gate.lint import transposed_accumulators
-from workshop.gate.record import changes, read, rows, within, write
-from workshop.gate.rules import MODULES, Allowed, judge
+from workshop.gate.record import changes, key_of, read, rows, within, write
+from workshop.gate.rules import judge
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -25,7 +24,6 @@ FAULTY = ["faulty_kernels"]
 TARGETS = ["sm_80", "sm_89", "sm_90a", "sm_100", "gfx942"]
 CLEAN = {"registers": 100, "spilled": 0, "shared": 1024}
 SPILLS = Result("m/large/f", "sm_80", CLEAN | {"spilled": 12})
-SPILL_ALLOWED = Allowed("m/large/*", ("sm_80",), "spill", "a reason", at_most=12)
 
 
 @needs_triton
@@ -33,11 +31,11 @@ def test_every_planted_fault_is_found():
     """The launch that aborts its process costs no other result."""
     from workshop.gate.facts import facts
 
-    triton, jobs = find_jobs(FAULTY, TARGETS)
+    _, jobs = find_jobs(FAULTY, TARGETS)
     results = sorted(result for found in compile_all(jobs, facts) for result in found)
-    wrong = dict(
-        line.removeprefix("faulty_kernels/").split(": ", 1) for line in judge(results, FAULTY, TARGETS, triton)
-    )
+    found = [line.removeprefix("faulty_kernels/") for line in judge(results, {})]
+    assert judge(results, rows(results)) == [f"faulty_kernels/{line}" for line in found if ": spills " not in line]
+    wrong = dict(line.split(": ", 1) for line in found)
     assert {(r.kernel, r.target) for r in results} >= {("faulty_kernels/good/product", target) for target in TARGETS}
     assert wrong.keys() == {
         "crash, sm_80",
@@ -63,17 +61,12 @@ def test_every_planted_fault_is_found():
     assert any(warning in large["warnings"] for warning in ("C7510", "C7511", "C7512"))
 
 
-def test_a_fault_fails_unless_allowed():
-    assert judge([SPILLS], ["m"], ["sm_80"], "3.6.0", ()) == ["m/large/f, sm_80: spills 12 bytes"]
-    assert judge([SPILLS], ["m"], ["sm_80"], "3.6.0", (SPILL_ALLOWED,)) == []
-    for entry in (
-        SPILL_ALLOWED._replace(at_most=8),
-        SPILL_ALLOWED._replace(fault="shared"),
-        SPILL_ALLOWED._replace(kernel="m/small/*"),
-        SPILL_ALLOWED._replace(targets=("sm_90a",)),
-        SPILL_ALLOWED._replace(triton="3.9"),
-    ):
-        assert "m/large/f, sm_80: spills 12 bytes" in judge([SPILLS], ["m"], ["sm_80"], "3.6.0", (entry,))[0]
+@pytest.mark.parametrize("fault", ["serialised", "lint", "barriers", "shared", "tensor"])
+def test_no_record_allows_another_fault(fault):
+    result = SPILLS._replace(
+        facts=SPILLS.facts | {"warnings": [], fault: ["a barrier"] if fault == "barriers" else 10**6}
+    )
+    assert len(judge([result], rows([result]))) == 1
 
 
 def test_a_name_of_two_regions():
@@ -83,14 +76,6 @@ def test_a_name_of_two_regions():
     assert transposed_accumulators("\n".join(turned)) == [product]
     again = "%y = arith.truncf %a : tensor<64x64xf32, #op> to tensor<64x64xbf16, #op>"
     assert transposed_accumulators("\n".join([*turned[:2], "}", again, product])) == []
-
-
-def test_what_is_allowed_has_to_happen():
-    healed = [SPILLS._replace(facts=CLEAN)]
-    stale = ["m/large/*, sm_80: allowed 'spill' does not occur any more: remove it"]
-    assert judge(healed, ["m"], ["sm_80"], "3.6.0", (SPILL_ALLOWED,)) == stale
-    for modules, targets, triton in ((["n"], ["sm_80"], ""), (["m"], ["sm_90a"], ""), (["m"], ["sm_80"], "3.9")):
-        assert judge([], modules, targets, "3.6.0", (SPILL_ALLOWED._replace(triton=triton),)) == [], "nobody looked"
 
 
 def test_record(tmp_path):
@@ -113,8 +98,8 @@ def test_record(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("triton-*.json")), ids=lambda path: path.stem)
 def test_what_is_recorded_is_as_it_should_be(path):
-    results = [Result(*key.split(" @ "), facts) for key, facts in read(path).items()]
-    assert judge(results, [*MODULES], [*ALL_TARGETS], path.stem.removeprefix("triton-")) == []
+    recorded = read(path)
+    assert judge([Result(*key.split(" @ "), facts) for key, facts in recorded.items()], recorded) == []
 
 
 @needs_triton
@@ -135,10 +120,40 @@ def test_the_command_compares_with_what_is_recorded(tmp_path):
 
 
 @needs_triton
+@pytest.mark.parametrize("known", [None, 0, 8])
+def test_more_spills_are_recorded_only_when_asked_for(known, tmp_path, monkeypatch):
+    """Also a kernel that is not recorded must not spill. Others are recorded as usual, and fewer spills are."""
+    bad, good, less = (SPILLS._replace(kernel=f"faulty_kernels/{name}/f") for name in ("bad", "good", "less"))
+    results = [bad, good._replace(facts=CLEAN), less]
+    monkeypatch.setattr("workshop.cli.compile.find_jobs", lambda *_: ("3.6.0", []))
+    monkeypatch.setattr("workshop.cli.compile.compile_all", lambda *_: [results])
+    path, old = tmp_path / "triton-3.6.0.json", {key_of(less): CLEAN | {"spilled": 99}}
+    old |= {} if known is None else {key_of(bad): CLEAN | {"spilled": known}}
+    write(path, old)
+
+    def run(*options):
+        command = ["compile", "faulty_kernels", "--target", "sm_80", "--record", str(tmp_path), *options]
+        ran = CliRunner().invoke(app, command)
+        return ran.exit_code, ran.output
+
+    said = f"faulty_kernels/bad/f, sm_80: spills 12 bytes, {known or 0} are recorded (--update --spills records it)"
+    for options in ([], ["--update"]):
+        code, output = run(*options)
+        assert code == 1
+        assert said in output
+        assert f"{key_of(less)}: spilled 99 -> 12" in output or options
+    assert read(path) == old | rows(results[1:])
+    assert run("--update", "--spills")[0] == 0
+    assert read(path) == rows(results)
+    assert run()[0] == 0
+
+
+@needs_triton
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--target", "sm_75"], "target: expected one of sm_80, "),
+        (["--spills"], "spills: expected --update beside it, got"),
         (["nothing.here"], "modules: expected a module that can be imported from "),
     ],
 )

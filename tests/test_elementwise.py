@@ -403,8 +403,10 @@ LARGEST = [  # a problem of the largest size that kernels take, and that size
 @pytest.mark.parametrize(("problem", "size"), LARGEST, ids=lambda x: getattr(x, "op", x))
 def test_a_tracer_and_the_backend_agree_on_what_is_too_large(problem, size):
     """What kernels refuse does not become an operator, since no kernel could run it."""
+    operation = {"D": operators.NORM, "W": operators.CONVOLUTION, "HV": operators.GATE}[size]
     for p in (problem, problem._replace(**{size: getattr(problem, size) + 1})):
-        assert operators.takes(p, Gated(torch.ones(1)), None) == (kernels.unsupported(p) is None) == (p is problem)
+        taken = operators.takes(operation, p, Gated(torch.ones(1)), None)
+        assert taken == (kernels.unsupported(p) is None) == (p is problem)
 
 
 def test_the_environment_chooses(monkeypatch):

@@ -16,7 +16,7 @@ import flash_delta
 from flash_delta.integrations.fla import install, register, uninstall
 from flash_delta.integrations.fla.layers import utils
 from flash_delta.integrations.fla.layers.utils import get_unpad_data, index_first_axis, pad_input, unpad_input
-from flash_delta.ops._elementwise import Convolve
+from flash_delta.ops._elementwise import Elementwise
 from flash_delta.ops._function import DeltaRule
 
 
@@ -70,7 +70,7 @@ def test_they_are_our_own(fla):
     assert fla.ops.chunk_kda is importlib.import_module("fla.ops.kda.chunk").chunk_kda
     assert inspect.unwrap(fla.ops.chunk_kda) is flash_delta.chunk_kda
     assert fla.ops.gated_delta_rule.chunk.ChunkGatedDeltaRuleFunction is DeltaRule
-    assert fla.modules.conv.triton.ops.CausalConv1dFunction is Convolve
+    assert fla.modules.conv.triton.ops.CausalConv1dFunction is Elementwise
     assert not {"install", "register"} & vars(fla).keys()
     layer = fla.layers.GatedDeltaNet(hidden_size=32, num_heads=2, head_dim=16)
     layer(torch.randn(1, 5, 32))[0].sum().backward()

@@ -22,6 +22,7 @@ from flash_delta.modules.convolution import causal_conv1d
 from flash_delta.modules.norm import rms_norm
 from flash_delta.ops import _elementwise as _modules
 from flash_delta.ops import _known_calls
+from flash_delta.ops._check.elementwise import describe_norm
 from flash_delta.problem import ENVIRONMENT, Normalized
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("gcc", "clang", "cc"))), reason="needs a compiler of C")
@@ -192,8 +193,8 @@ def test_two_threads_load_one_module(c, monkeypatch):
 
 def test_an_op_takes_whichever_is_there(c, monkeypatch):
     """A call that Python has looked at is looked at once more, by C's key, and no more."""
-    described, check = [], _modules.check_convolution
-    monkeypatch.setattr(_modules, "check_convolution", lambda *x: described.append(x) or check(*x))
+    described, choose = [], _modules.choose_backend
+    monkeypatch.setattr(_modules, "choose_backend", lambda *x: described.append(x) or choose(*x))
     monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())
     x, w = torch.randn(1, 5, 8), torch.randn(8, 4)
     for key, count in ((fastcall.look, 1), (c.key, 2)):
@@ -209,7 +210,7 @@ def test_an_op_takes_whichever_is_there(c, monkeypatch):
 def test_only_plain_calls_are_recalled(c, monkeypatch):
     monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    x, given = Normalized(torch.randn(3, 8), torch.randn(8)), (None, _modules._describe_norm, "rms_norm", None, 1e-5)
+    x, given = Normalized(torch.randn(3, 8), torch.randn(8)), (None, describe_norm, "rms_norm", None, 1e-5)
     strange = x._replace(x=x.x.as_subclass(Strange))
     with torch.no_grad():
         for key, count in ((fastcall.look, 0), (c.key, 1)):  # Python's key is also that of tensors without memory

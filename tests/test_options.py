@@ -221,10 +221,10 @@ def test_flags(name, call, option, types, problems):
 @pytest.mark.parametrize("values", [(1, 1e-5), (1e-5, 1)], ids=["int-first", "float-first"])
 def test_norms_of_one_kind_have_floats(values):
     """What a kernel is compiled for: the type of what the problem holds."""
-    from flash_delta.ops._elementwise import _describe_norm
+    from flash_delta.ops._check.elementwise import describe_norm
     from flash_delta.problem import Normalized
 
-    found = [_describe_norm(Normalized(rand(T, D), rand(D)), "rms_norm", None, eps) for eps in values]
+    found = [describe_norm(Normalized(rand(T, D), rand(D)), "rms_norm", None, eps) for eps in values]
     assert [p.eps for p in found] == list(values)
     assert all(type(p.eps) is float for p in found)
 

@@ -143,8 +143,8 @@ def test_what_is_wrong_is_refused_after_calls_that_were_right(wrong, message):
 def test_a_call_around_the_rule_is_looked_at_once(monkeypatch):
     """Once more if a gradient, another backend or an option is wanted; never while nothing but values changes."""
     described = []
-    check = _modules.check_convolution
-    monkeypatch.setattr(_modules, "check_convolution", lambda *x: described.append(x) or check(*x))
+    choose = _modules.choose_backend
+    monkeypatch.setattr(_modules, "choose_backend", lambda *x: described.append(x) or choose(*x))
     monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())
     monkeypatch.delenv(_backend.ENVIRONMENT, raising=False)
     x, w = torch.randn(1, 5, 8), torch.randn(8, 4)

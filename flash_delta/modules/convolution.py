@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from flash_delta.modules._shards import own_shard
 from flash_delta.ops._check.elementwise import check_documents
 from flash_delta.ops._check.options import as_bool, as_size, refuse
-from flash_delta.ops._elementwise import Convolved, convolve, convolve_token
+from flash_delta.ops._elementwise import compute, convolve_token
+from flash_delta.ops._operators.elementwise import CONVOLUTION, Convolved
 
 
 def causal_conv1d(
@@ -68,9 +69,10 @@ def causal_conv1d(
         >>> y.shape, torch.equal(state, x[:, -4:].mT)  # the state is the last 4 inputs
         (torch.Size([2, 100, 64]), True)
     """
-    if seq_idx is None:
-        return convolve(Convolved(x, weight, bias, initial_state, cu_seqlens), activation, output_final_state, backend)
     op = "causal_conv1d"
+    if seq_idx is None:
+        tensors = Convolved(x, weight, bias, initial_state, cu_seqlens)
+        return compute(CONVOLUTION, tensors, (op, activation, output_final_state), backend)
     if initial_state is not None or output_final_state:
         refuse(op, "seq_idx", "None with an initial or final state", "a tensor")
     check_documents(op, x, seq_idx)
@@ -85,7 +87,8 @@ def _convolve_documents(c: Convolved, activation: str | None, backend: str | Non
     place = (seq_idx % W).unsqueeze(-1)  # [B or 1, T, 1]
     for i in range(W):
         own = place == i
-        part, _ = convolve(c._replace(x=c.x.where(own, 0)), activation, False, backend)
+        fields = "causal_conv1d", activation, False
+        part, _ = compute(CONVOLUTION, c._replace(x=c.x.where(own, 0)), fields, backend)
         y = part if y is None else part.where(own, y)
     return y
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from flash_delta.modules._shards import shared
-from flash_delta.ops._check.options import as_bool, as_eps, as_size
-from flash_delta.ops._elementwise import Normalized, normalize
-
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
+from flash_delta.ops._check.options import ACTIVATIONS, as_bool, as_eps, as_size
+from flash_delta.ops._elementwise import compute
+from flash_delta.ops._operators.elementwise import NORM, Normalized
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) -> Tensor:
@@ -35,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, backend: str | None = None) 
 
     Source: Zhang, Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    return normalize(Normalized(x, weight), "rms_norm", None, eps, backend)
+    return compute(NORM, Normalized(x, weight), ("rms_norm", None, eps), backend)
 
 
 def gated_rms_norm(
@@ -60,7 +59,7 @@ def gated_rms_norm(
     """
     if activation not in ACTIVATIONS:
         _refuse_activation("gated_rms_norm", activation)
-    return normalize(Normalized(x, weight, gate), "gated_rms_norm", ACTIVATIONS[activation], eps, backend)
+    return compute(NORM, Normalized(x, weight, gate), ("gated_rms_norm", ACTIVATIONS[activation], eps), backend)
 
 
 class RMSNorm(nn.Module):

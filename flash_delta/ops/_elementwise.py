@@ -1,99 +1,91 @@
 """Short convolution, RMS norm and gate around the rule, on the first backend that can run them.
 
-On the backend "torch" they are PyTorch's own operations, which autograd and compilers can follow. With kernels, each is
-an autograd Function, or under torch.compile an operator (`_operators/elementwise.py`), like the rule. Only inputs are
-saved for the backward pass. A second derivative of kernels is refused.
+On the backend "torch" they are PyTorch's own operations, which autograd and compilers can follow. With kernels, each
+goes through one autograd Function, or under torch.compile through its operator, like the rule. The table of operations
+is in `_operators/elementwise.py`. Only inputs are saved for the backward pass. A second derivative of kernels is
+refused.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import choose_backend, load_elementwise, wished
-from flash_delta.ops._check.elementwise import (
-    check_bounds,
-    check_convolution,
-    check_gate,
-    check_norm,
-    check_token,
-    describe_convolution,
-    describe_gate,
-    describe_norm,
-    describe_token,
-)
+from flash_delta.ops._check.elementwise import describe_column, describe_token
 from flash_delta.ops._known_calls import look_at, recall
 from flash_delta.ops._operators import elementwise as operators
-from flash_delta.ops._operators.define import take
+from flash_delta.ops._operators.elementwise import CONVOLUTION, KnownOperation, Operation, Results, call_operator
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced, refuse_transforms
-from flash_delta.problem import (
-    ConvolutionProblem,
-    Convolved,
-    ElementwiseInputs,
-    ElementwiseProblem,
-    Form,
-    Gated,
-    GateProblem,
-    KnownCall,
-    Normalized,
-    NormProblem,
-    needs_gradient,
-)
+from flash_delta.problem import Convolved, ElementwiseInputs, ElementwiseProblem, needs_gradient
 from flash_delta.reference import elementwise as in_torch
 
 
-def convolve(
-    x: Convolved, activation: str | None, output_final_state: bool, backend: str | None
-) -> tuple[Tensor, Tensor | None]:
-    """y ``[B, T, D]`` and the final state ``[N, D, W]`` or None."""
-    given = (backend, _describe_convolution, "causal_conv1d", activation, output_final_state)
+def compute(operation: Operation, x: ElementwiseInputs, fields: tuple[Any, ...], backend: str | None) -> Results:
+    """The results of an operation: of a convolution y ``[B, T, D]`` and the final state ``[N, D, W]`` or None, of a
+    norm y in x's shape and dtype, of a gate log decays in g's shape. ``fields``: the arguments of `Operation.check`
+    after the inputs."""
+    given = (backend, operation.check, *fields)
     known = recall(given, x)
     if known is None:
-        if is_traced(x.x):
-            p = _describe(given, x)
-            if not operators.takes(p, x, backend):
-                return in_torch.convolve(p, x)
-            y, *final = operators.convolve(*x, *take(p, operators.ConvolutionFields), wished(backend))
-            return y, final[0] if output_final_state else None
+        if is_traced(x[0]):
+            return call_operator(operation, operation.check(x, *fields), x, backend)
         known = _look_at(given, x)
-    if x.cu_seqlens is not None:  # a known call does not remember these values
-        check_bounds("causal_conv1d", x)
-    if _differentiates(known):
-        return Convolve.apply(known, *x)
-    return known.backend.convolve(known.problem, x, known)
+    if operation.check_values is not None:
+        operation.check_values(known.problem.op, x)
+    if known.needs_grad and known.backend is not in_torch:
+        return Elementwise.apply(known, *x)
+    return known.run(known.problem, x, known)
 
 
-def convolve_backward(x: Convolved, activation: str | None, dy: Tensor | None, dfinal: Tensor | None) -> Convolved:
-    """The gradients of `convolve`, without autograd."""
-    known = _look_at((None, _describe_convolution, "causal_conv1d", activation, dfinal is not None), x)
-    return known.backend.convolve_backward(known.problem, x, dy, dfinal, known)
+def compute_backward(
+    operation: Operation, x: ElementwiseInputs, fields: tuple[Any, ...], *d: Tensor | None
+) -> ElementwiseInputs:
+    """The gradients of `compute`, without autograd. ``d``: those of the results."""
+    known = _look_at((None, operation.check, *fields), x)
+    return known.run_backward(known.problem, x, *d, known)
+
+
+class Elementwise(torch.autograd.Function):
+    """An operation on kernels, which have no other derivative."""
+
+    @staticmethod
+    def forward(ctx, known: KnownOperation, *tensors: Tensor | None):
+        ctx.op, ctx.known = known.problem.op, known
+        ctx.save_for_backward(*tensors)
+        if known.operation.results > 1:  # the gradient of one may be missing
+            ctx.set_materialize_grads(False)
+        return known.run(known.problem, known.operation.inputs(*tensors), known)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, tensors: tuple[Tensor | None, ...], *d: Tensor | None):
+        known = ctx.known
+        return None, *known.run_backward(known.problem, known.operation.inputs(*tensors), *d, known)
 
 
 def convolve_token(x: Convolved, activation: str | None, backend: str | None) -> Tensor:
     """y for one token ``x [N, D]``. The state is updated in place and gets no gradient."""
-    given = (backend, _describe_token, "causal_conv1d_update", activation)
-    known = recall(given, x)
-    if known is not None and not known.needs_grad:
-        return known.backend.convolve_token(known.problem, x, known)
-    traced = is_traced(x.x)
-    known = None if traced else _look_at(given, x)
-    if needs_gradient(x) if traced else known.needs_grad:
+    given = (backend, describe_token, "causal_conv1d_update", activation)
+    known = recall(given, x) or (None if is_traced(x.x) else _look_at(given, x))
+    if needs_gradient(x) if known is None else known.needs_grad:
         state = x.initial_state.detach()
         row = x._replace(x=x.x.unsqueeze(1), initial_state=state.clone())
-        y, final = convolve(row, activation, True, backend)
+        y, final = compute(CONVOLUTION, row, ("causal_conv1d", activation, True), backend)
         state.copy_(final.detach())
         return y.squeeze(1)
-    if not traced:
+    if known is not None:
         return known.backend.convolve_token(known.problem, x, known)
-    p = _describe(given, x)
-    if not operators.takes(p, x, backend):
+    p = describe_token(x, *given[2:])
+    if not operators.takes(CONVOLUTION, p, x, backend):
         return in_torch.convolve_token(p, x)
     return operators.convolve_token(x.x, x.initial_state, x.weight, x.bias, p.op, activation, wished(backend))
 
 
 def convolve_column(x: Convolved, activation: str | None) -> Tensor:
     """Runs `convolve_token` for x and y [N, D, 1]. A known call makes no views, which take as long as its launch."""
-    given = (None, _describe_column, "causal_conv1d_update", activation)
+    given = (None, describe_column, "causal_conv1d_update", activation)
     known = recall(given, x)
     if known is None or known.needs_grad:
         if is_traced(x.x) or needs_gradient(x):
@@ -102,131 +94,20 @@ def convolve_column(x: Convolved, activation: str | None) -> Tensor:
     return known.backend.convolve_token(known.problem, x, known)
 
 
-def normalize(x: Normalized, op: str, activation: str | None, eps: float, backend: str | None) -> Tensor:
-    """The norm, in x's shape and dtype."""
-    given = (backend, _describe_norm, op, activation, eps)
-    known = recall(given, x)
-    if known is None:
-        if is_traced(x.x):
-            p = _describe(given, x)
-            if not operators.takes(p, x, backend):
-                return in_torch.normalize(p, x)
-            return operators.normalize(*x, *take(p, operators.NormFields), wished(backend))[0]
-        known = _look_at(given, x)
-    if _differentiates(known):
-        return Normalize.apply(known, *x)
-    return known.backend.normalize(known.problem, x, known)
+def chosen(check: Callable[..., ElementwiseProblem], x: ElementwiseInputs, *fields: Any) -> str:
+    """The backend that would run a call; ValueError if none would. ``check``: as `Operation.check`."""
+    return choose_backend(check(x, *fields), None, load_elementwise, quiet=True)
 
 
-def normalize_backward(x: Normalized, op: str, activation: str | None, eps: float, dy: Tensor) -> Normalized:
-    """The gradients of `normalize`, without autograd."""
-    known = _look_at((None, _describe_norm, op, activation, eps), x)
-    return known.backend.normalize_backward(known.problem, x, dy, known)
-
-
-def gate(x: Gated, op: str, form: Form, output_dtype: torch.dtype, backend: str | None) -> Tensor:
-    """Log decays in g's shape."""
-    given = (backend, _describe_gate, op, form, output_dtype)
-    known = recall(given, x)
-    if known is None:
-        if is_traced(x.g):
-            p = _describe(given, x)
-            if not operators.takes(p, x, backend):
-                return in_torch.gate(p, x)
-            return operators.gate(*x, *take(p, operators.DecayFields), wished(backend))[0]
-        known = _look_at(given, x)
-    if _differentiates(known):
-        return Gate.apply(known, *x)
-    return known.backend.gate(known.problem, x, known)
-
-
-def chosen(kind: str, x: ElementwiseInputs, *options: Any) -> str:
-    """The backend that would run a "convolution", a "token" of one, a "norm" or a "gate"; ValueError if none would.
-    ``options``: the op's name and the arguments after it in `describe_convolution` and the other `describe_*`."""
-    whole = {"convolution": _describe_convolution, "norm": _describe_norm, "gate": _describe_gate}
-    return choose_backend((whole | {"token": _describe_token})[kind](x, *options), None, load_elementwise, quiet=True)
-
-
-def _look_at(given: tuple[Any, ...], x: ElementwiseInputs) -> KnownCall:
-    """The known call. ``given``: the backend that is asked for, a function that describes the call, its arguments."""
+def _look_at(given: tuple[Any, ...], x: ElementwiseInputs) -> KnownOperation:
+    """The known call. ``given``: the backend that is asked for, a function that checks the call, its arguments."""
     return _look(given, None, x) if has_tangents() else look_at(_look, torch.is_grad_enabled(), given, None, x)
 
 
-def _look(given: tuple[Any, ...], _: None, x: ElementwiseInputs) -> KnownCall:
-    p = _describe(given, x)
-    module = load_elementwise(choose_backend(p, given[0], load_elementwise))
+def _look(given: tuple[Any, ...], _: None, x: ElementwiseInputs) -> KnownOperation:
+    backend, check, *fields = given
+    p = check(x, *fields)
+    module = load_elementwise(choose_backend(p, backend, load_elementwise))
     if module is not in_torch:
         refuse_transforms(p.op, x._fields, x)
-    return KnownCall(p, module, needs_gradient(x))
-
-
-def _describe(given: tuple[Any, ...], x: ElementwiseInputs) -> ElementwiseProblem:
-    _, describe, *options = given
-    return describe(x, *options)
-
-
-def _differentiates(known: KnownCall) -> bool:
-    """Whether the call goes through an autograd Function, because kernels have no other derivative."""
-    return known.needs_grad and known.backend is not in_torch
-
-
-def _describe_convolution(x: Convolved, op: str, activation: str | None, final: bool) -> ConvolutionProblem:
-    return describe_convolution(x, op, activation, check_convolution(op, x, activation, final))
-
-
-def _describe_token(x: Convolved, op: str, activation: str | None) -> ConvolutionProblem:
-    check_token(op, x, activation)
-    return describe_token(x, op, activation)
-
-
-def _describe_column(x: Convolved, op: str, activation: str | None) -> ConvolutionProblem:
-    return _describe_token(x._replace(x=x.x[..., 0]), op, activation)
-
-
-def _describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
-    return describe_norm(x, op, activation, check_norm(op, x, eps))
-
-
-def _describe_gate(x: Gated, op: str, form: Form, output_dtype: torch.dtype) -> GateProblem:
-    return describe_gate(x, op, check_gate(op, x, form, output_dtype), output_dtype)
-
-
-class Convolve(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, known: KnownCall, *tensors: Tensor | None):
-        ctx.op, ctx.problem, ctx.known = known.problem.op, known.problem, known
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        return known.backend.convolve(known.problem, Convolved(*tensors), known)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors: tuple[Tensor | None, ...], dy: Tensor | None, dfinal: Tensor | None):
-        backward = ctx.known.backend.convolve_backward
-        return None, *backward(ctx.problem, Convolved(*tensors), dy, dfinal, ctx.known)
-
-
-class Normalize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, known: KnownCall, *tensors: Tensor | None):
-        ctx.op, ctx.problem, ctx.known = known.problem.op, known.problem, known
-        ctx.save_for_backward(*tensors)
-        return known.backend.normalize(known.problem, Normalized(*tensors), known)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors: tuple[Tensor | None, ...], dy: Tensor):
-        return None, *ctx.known.backend.normalize_backward(ctx.problem, Normalized(*tensors), dy, ctx.known)
-
-
-class Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, known: KnownCall, *tensors: Tensor | None):
-        ctx.op, ctx.problem, ctx.known = known.problem.op, known.problem, known
-        ctx.save_for_backward(*tensors)
-        return known.backend.gate(known.problem, Gated(*tensors), known)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, tensors: tuple[Tensor | None, ...], dy: Tensor):
-        return None, *ctx.known.backend.gate_backward(ctx.problem, Gated(*tensors), dy, ctx.known)
+    return KnownOperation(p, module, needs_gradient(x))

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from flash_delta.ops._elementwise import Gated, gate
+from flash_delta.ops._elementwise import compute
+from flash_delta.ops._operators.elementwise import GATE, Gated
 from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 
 __all__ = ["fused_gdn_gate", "fused_kda_gate", "naive_gdn_gate", "naive_kda_gate", "naive_kda_lowerbound_gate"]
@@ -45,7 +46,7 @@ def fused_gdn_gate(
 
     Source: Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464.
     """
-    return gate(Gated(g, A_log, dt_bias), "fused_gdn_gate", ("scalar", True, None), output_dtype, backend)
+    return compute(GATE, Gated(g, A_log, dt_bias), ("fused_gdn_gate", ("scalar", True, None), output_dtype), backend)
 
 
 def fused_kda_gate(
@@ -87,4 +88,5 @@ def fused_kda_gate(
 
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
-    return gate(Gated(g, A_log, dt_bias), "fused_kda_gate", ("channel", True, lower_bound), output_dtype, backend)
+    fields = "fused_kda_gate", ("channel", True, lower_bound), output_dtype
+    return compute(GATE, Gated(g, A_log, dt_bias), fields, backend)

@@ -1,1 +1,1 @@
-"""Judges every compiled kernel by rules, and by what is recorded."""
+"""Judges every compiled kernel by rules, and by what is recorded in benchmarks/compile/."""

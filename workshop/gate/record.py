@@ -10,8 +10,12 @@ from flash_delta.compiler.pool import Result
 Rows = dict[str, dict[str, Any]]  # "kernel @ target" -> facts
 
 
+def key_of(result: Result) -> str:
+    return f"{result.kernel} @ {result.target}"
+
+
 def rows(results: Iterable[Result]) -> Rows:
-    return {f"{r.kernel} @ {r.target}": r.facts for r in results if r.facts is not None}
+    return {key_of(r): r.facts for r in results if r.facts is not None}
 
 
 def read(path: Path) -> Rows:

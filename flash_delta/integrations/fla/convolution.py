@@ -9,7 +9,8 @@ from flash_delta.integrations.fla.context import FLACPContext
 from flash_delta.layers.packing import refuse_floats
 from flash_delta.ops._check.options import as_size, refuse
 from flash_delta.ops._check.rule import check_shape, refuse_unless_none
-from flash_delta.ops._elementwise import Convolved, convolve_backward
+from flash_delta.ops._elementwise import compute_backward
+from flash_delta.ops._operators.elementwise import CONVOLUTION, Convolved
 from flash_delta.parallel import ContextParallel
 
 Context = ContextParallel | FLACPContext
@@ -87,7 +88,8 @@ def causal_conv1d_bwd(
     """``(dx, dweight, dbias, dresidual, dinitial_state)``, each in its tensor's dtype or None as the tensor is."""
     _check("causal_conv1d_bwd", weight, "triton")
     tensors = Convolved(_flat(x, weight), weight, bias, initial_state, cu_seqlens)
-    d = convolve_backward(tensors, _silu(activation), _flat(dy, weight), dht)
+    fields = "causal_conv1d", _silu(activation), dht is not None
+    d = compute_backward(CONVOLUTION, tensors, fields, _flat(dy, weight), dht)
     return d.x.view(x.shape), d.weight, d.bias, None if residual is None else dy, d.initial_state
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from flash_delta import modules
 from flash_delta.ops._check.options import refuse
-from flash_delta.ops._elementwise import Normalized, normalize_backward
+from flash_delta.ops._elementwise import compute_backward
+from flash_delta.ops._operators.elementwise import NORM, Normalized
 
 
 def rms_norm(
@@ -119,7 +120,8 @@ def l2norm_fwd(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = 
 def l2norm_bwd(y: Tensor, rstd: Tensor, dy: Tensor, eps: float = 1e-6) -> Tensor:
     """The gradient of x, in y's dtype, from the results of :func:`l2norm_fwd` with the same ``eps``."""
     x = torch.div(y, rstd.unsqueeze(-1), out=y.new_empty(y.shape))  # written once, in y's dtype
-    return normalize_backward(Normalized(x, _root_weight(x)), "l2norm_bwd", None, eps / x.shape[-1], dy.to(y.dtype)).x
+    fields = "l2norm_bwd", None, eps / x.shape[-1]
+    return compute_backward(NORM, Normalized(x, _root_weight(x)), fields, dy.to(y.dtype)).x
 
 
 def _root_weight(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from flash_delta.integrations._fla_mirror import describe, names_at
 from flash_delta.integrations._fla_names import FLA, PATHS
-from flash_delta.ops._elementwise import Convolve, Normalize
+from flash_delta.ops._elementwise import Elementwise
 from flash_delta.ops._function import DeltaRule
 
 ORIGIN = "flash_delta"
@@ -29,8 +29,8 @@ ALIASES = {  # older paths of fla
     "modules.conv.triton.ops": "modules.causal_conv1d.ops",
 }
 FUNCTIONS = {  # classes that trainers register with frameworks: the classes that compute here
-    "modules.causal_conv1d.ops": {"CausalConv1dFunction": Convolve},
-    "modules.norm.fused_norm_gate": {"LayerNormGatedFunction": Normalize},
+    "modules.causal_conv1d.ops": {"CausalConv1dFunction": Elementwise},
+    "modules.norm.fused_norm_gate": {"LayerNormGatedFunction": Elementwise},
     "ops.gated_delta_rule.chunk": {"ChunkGatedDeltaRuleFunction": DeltaRule},
     "ops.gated_delta_rule.fused_recurrent": {"FusedRecurrentFunction": DeltaRule},
     "ops.kda.chunk": {"ChunkKDAFunction": DeltaRule},

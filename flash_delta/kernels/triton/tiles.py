@@ -110,8 +110,7 @@ OWN_ERASE_KEYS = {"sm_90": Tile(8, 1, 16)}
 # On every chip:
 WARP = Tile(1, 1)  # for solve and gates: one warp, which needs no barriers
 HEADS = Tile(8, 1)  # for key_head_gradients, which is bound by memory
-# For float32, which is for comparisons, and heads up to 64 and up to 128 wide. Some kernels spill with any tile
-# (workshop/gate/rules.py).
+# For float32, which is for comparisons, and heads up to 64 and up to 128 wide. Some kernels spill with any tile.
 FLOAT32 = {
     "channel": (Tile(1, 1), Tile(2, 1)),
     # With eight warps and heads of 16, Y is 4e-4 off on an H200 (Triton 3.6; docs/notes).

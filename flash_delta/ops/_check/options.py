@@ -17,6 +17,7 @@ BOUNDS = f"a number in [{LOWEST_BOUND:g}, 0)"
 CHUNK_SIZES = (16, 32, 64)
 NULLS = "a number of at least 0 or None (an index below 0 is padding in any case)"
 MULTIPLES = "a positive multiple of 64 or None"
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}  # of gated norms
 CHUNKS = f"one of {', '.join(map(str, CHUNK_SIZES))}"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_delta.backend import is_seen_through
 from flash_delta.ops._backend import wished
-from flash_delta.ops._elementwise import convolve, normalize
+from flash_delta.ops._elementwise import compute
 from flash_delta.ops._function import plan_lengths
 from flash_delta.ops._function import run as run_rule
 from flash_delta.ops._known_calls import look_at, recall
@@ -32,6 +32,7 @@ from flash_delta.ops._mixing.parts import (
     split,
     taps_of,
 )
+from flash_delta.ops._operators.elementwise import CONVOLUTION, NORM
 from flash_delta.ops._operators.mix import mix_operator
 from flash_delta.ops._transforms import differentiable_once, is_traced, is_transformed
 from flash_delta.problem import MOST_TAPS, WIDEST_ROW, Convolved, Inputs, Mixed, Normalized, Problem, needs_gradient
@@ -95,12 +96,11 @@ class Mix(torch.autograd.Function):
 def _run_parts(x: Mixed, options: MixOptions, bounds: Tensor | Sequence[int] | None, backend: str | None) -> Tensor:
     """Runs convolution, rule and norm by ops of their own, for PyTorch's own operations and for tracers."""
     q, k, v, g, beta, z = split(x[PROJECTED], options.places)
-    HK = q.shape[2] * q.shape[3]
-    tokens = [
-        convolve(Convolved(t.flatten(-2), weight, None, None, x.cu_seqlens), "silu", False, backend)[0].view(t.shape)
-        for t, weight in zip((q, k, v), taps_of(x, HK), strict=True)
-    ]
+    tokens, fields = [], ("causal_conv1d", "silu", False)
+    for t, weight in zip((q, k, v), taps_of(x, q.shape[2] * q.shape[3]), strict=True):
+        y, _ = compute(CONVOLUTION, Convolved(t.flatten(-2), weight, None, None, x.cu_seqlens), fields, backend)
+        tokens.append(y.view(t.shape))
     o, _ = run_rule(
         inputs_of(x, (*tokens, g, beta)), rule_options(options), bounds, output_final_state=False, backend=backend
     )
-    return normalize(Normalized(o, x.norm_weight, z), OP, options.activation, options.eps, backend).flatten(-2)
+    return compute(NORM, Normalized(o, x.norm_weight, z), (OP, options.activation, options.eps), backend).flatten(-2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.ops._backend import choose_backend, load_backend, load_elementwise
-from flash_delta.ops._check.elementwise import check_convolution, check_norm, describe_convolution, describe_norm
+from flash_delta.ops._check.elementwise import describe_convolution, describe_norm
 from flash_delta.ops._check.options import Options, cast
 from flash_delta.ops._check.rule import describe
 from flash_delta.ops._execute import backward, forward
@@ -61,8 +61,7 @@ def find_parts(x: Mixed, options: MixOptions, backend: str | None, needs_grad: b
         of_norm, taps = describe_norm_of(x, options, tokens), taps_of(x, of_rule.H * of_rule.K)
         for t, weight in zip(tokens[:3], taps, strict=True):
             convolved = Convolved(t.flatten(-2), weight, None, None, x.cu_seqlens)
-            check_convolution(OP, convolved, "silu", False)
-        of_taps = describe_convolution(convolved, OP, "silu", False)
+            of_taps = describe_convolution(convolved, OP, "silu", False)
     HK = of_rule.H * of_rule.K
     of_taps = of_taps._replace(D=2 * HK + of_taps.D, DQ=HK)
     modules = [load_elementwise(choose_backend(p, backend, load_elementwise)) for p in (of_taps, of_norm)]
@@ -80,8 +79,7 @@ def describe_rule(
 
 
 def describe_norm_of(x: Mixed, options: MixOptions, tokens: list[Tensor | None]) -> NormProblem:
-    norm = Normalized(tokens[2], x.norm_weight, tokens[5])
-    return describe_norm(norm, OP, options.activation, check_norm(OP, norm, options.eps))
+    return describe_norm(Normalized(tokens[2], x.norm_weight, tokens[5]), OP, options.activation, options.eps)
 
 
 def inputs_of(x: Mixed, tokens: Sequence[Tensor | None]) -> Inputs:

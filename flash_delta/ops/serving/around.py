@@ -5,12 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.ops._check.options import refuse
+from flash_delta.ops._check.options import ACTIVATIONS, refuse
 from flash_delta.ops._check.rule import check_kind, check_shape
 from flash_delta.problem import Around, Problem, Slots
 
 MOST_TAPS = 4
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 class Convolution(NamedTuple):

@@ -17,7 +17,7 @@ from flash_delta.integrations.fla.takeover.door import SWITCH, Door, Taken, stan
 from flash_delta.integrations.fla.takeover.layers import leave_layers, take_layers
 from flash_delta.integrations.fla.takeover.table import TABLE
 from flash_delta.layers._plain import Project
-from flash_delta.ops._elementwise import Convolve, Gate, Normalize
+from flash_delta.ops._elementwise import Elementwise
 from flash_delta.ops._function import DeltaRule
 from flash_delta.ops._mixing.function import Mix
 
@@ -63,7 +63,7 @@ class register:
         flash_delta in fla 0.6.0: ...
     """
 
-    functions = (DeltaRule, Convolve, Normalize, Gate, Mix, Project)
+    functions = (DeltaRule, Elementwise, Mix, Project)
 
     def __init__(self) -> None:
         self.version = _version()

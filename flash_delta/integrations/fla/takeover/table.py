@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from flash_delta.integrations.fla.passes import chunk_gated_delta_rule_bwd, chun
 from flash_delta.integrations.fla.takeover.door import Refusal, Taken
 from flash_delta.modules.norm import ACTIVATIONS
 from flash_delta.ops import explain, fused_gdn_gate, fused_kda_gate
-from flash_delta.ops._elementwise import Convolved, Gated, Normalized, chosen
+from flash_delta.ops._check.elementwise import describe_convolution, describe_gate, describe_norm, describe_token
+from flash_delta.ops._elementwise import chosen
+from flash_delta.ops._operators.elementwise import Convolved, Gated, Normalized
 
 
 def _rule(op: Callable[..., Any]) -> Refusal:
@@ -80,116 +83,94 @@ def _forward_in_time(reverse: bool = False, **arguments: Any) -> str | None:
     return "reverse: expected False, got True" if reverse else _rule(chunk_simple_gla)(**arguments)
 
 
-def _gdn_gate(
-    g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, output_dtype: torch.dtype = torch.float32
-) -> str | None:
-    options = "fused_gdn_gate", ("scalar", True, None), output_dtype
-    return _left_to_torch(chosen("gate", Gated(g, A_log, dt_bias), *options), g.device)
+def _reading(ours: Callable[..., Any]) -> Callable[[Callable[[SimpleNamespace], str | None]], Refusal]:
+    """Makes a refusal of a function of all arguments of ``ours``, those with defaults included."""
+    arguments_of = signature(ours)
+
+    def reading(why: Callable[[SimpleNamespace], str | None]) -> Refusal:
+        def refusal(**arguments: Any) -> str | None:
+            bound = arguments_of.bind(**arguments)
+            bound.apply_defaults()
+            return why(SimpleNamespace(**bound.arguments))
+
+        return refusal
+
+    return reading
 
 
-def _kda_gate(
-    g: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
-    output_dtype: torch.dtype = torch.float32,
-) -> str | None:
-    options = "fused_kda_gate", ("channel", True, lower_bound), output_dtype
-    return _left_to_torch(chosen("gate", Gated(g, A_log, dt_bias), *options), g.device)
+@_reading(fused_gdn_gate)
+def _gdn_gate(a: SimpleNamespace) -> str | None:
+    fields = "fused_gdn_gate", ("scalar", True, None), a.output_dtype
+    return _left_to_torch(chosen(describe_gate, Gated(a.g, a.A_log, a.dt_bias), *fields), a.g.device)
 
 
-def _convolution(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    activation: str | None = None,
-    backend: str | None = "triton",
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: Any = None,
-) -> str | None:
-    if backend != "triton":
-        return f"backend: the call asks for {backend!r}"
-    if cp_context is not None:
+@_reading(fused_kda_gate)
+def _kda_gate(a: SimpleNamespace) -> str | None:
+    fields = "fused_kda_gate", ("channel", True, a.lower_bound), a.output_dtype
+    return _left_to_torch(chosen(describe_gate, Gated(a.g, a.A_log, a.dt_bias), *fields), a.g.device)
+
+
+@_reading(causal_conv1d)
+def _convolution(a: SimpleNamespace) -> str | None:
+    if a.backend != "triton":
+        return f"backend: the call asks for {a.backend!r}"
+    if a.cp_context is not None:
         return "cp_context: expected None"
-    if (why := _taps_and_residual(x, weight, residual)) is not None:
+    if (why := _taps_and_residual(a)) is not None:
         return why
-    tensors = Convolved(_flat(x, weight), weight, bias, initial_state, cu_seqlens)
-    options = "causal_conv1d", _silu(activation), output_final_state
-    return _left_to_torch(chosen("convolution", tensors, *options), x.device)
+    tensors = Convolved(_flat(a.x, a.weight), a.weight, a.bias, a.initial_state, a.cu_seqlens)
+    fields = "causal_conv1d", _silu(a.activation), a.output_final_state
+    return _left_to_torch(chosen(describe_convolution, tensors, *fields), a.x.device)
 
 
-def _token(
-    x: Tensor,
-    cache: Tensor,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> str | None:
-    if (why := _taps_and_residual(x, weight, residual)) is not None:
+@_reading(causal_conv1d_update)
+def _token(a: SimpleNamespace) -> str | None:
+    if (why := _taps_and_residual(a)) is not None:
         return why
-    rows = _flat(x, weight).reshape(-1, weight.shape[0])
-    options = "causal_conv1d_update", _silu(activation)
-    return _left_to_torch(chosen("token", Convolved(rows, weight, bias, cache), *options), x.device)
+    rows = _flat(a.x, a.weight).reshape(-1, a.weight.shape[0])
+    fields = "causal_conv1d_update", _silu(a.activation)
+    return _left_to_torch(chosen(describe_token, Convolved(rows, a.weight, a.bias, a.cache), *fields), a.x.device)
 
 
-def _taps_and_residual(x: Tensor, weight: Tensor | None, residual: Tensor | None) -> str | None:
-    if weight is None:
+def _taps_and_residual(a: SimpleNamespace) -> str | None:
+    x, residual = a.x, a.residual
+    if a.weight is None:
         return "weight: expected a tensor [D, W], got None"
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         return f"residual: expected {x.dtype} {list(x.shape)}, got {residual.dtype} {list(residual.shape)}"
     return None
 
 
-def _norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: None,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-) -> str | None:
-    if (why := _alone(bias, residual, prenorm)) is not None:
+@_reading(rms_norm)
+def _norm(a: SimpleNamespace) -> str | None:
+    if (why := _alone(a)) is not None:
         return why
-    weight = x.new_empty(x.shape[-1]) if weight is None else weight
-    return _left_to_torch(chosen("norm", Normalized(x, weight), "rms_norm", None, eps), x.device)
+    weight = a.x.new_empty(a.x.shape[-1]) if a.weight is None else a.weight
+    return _left_to_torch(chosen(describe_norm, Normalized(a.x, weight), "rms_norm", None, a.eps), a.x.device)
 
 
-def _gated_norm(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor | None,
-    bias: None,
-    activation: str = "swish",
-    residual: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    eps: float = 1e-6,
-) -> str | None:
-    if (why := _alone(bias, residual, prenorm)) is not None:
+@_reading(rms_norm_gated)
+def _gated_norm(a: SimpleNamespace) -> str | None:
+    if (why := _alone(a)) is not None:
         return why
-    if activation not in ACTIVATIONS:
-        return f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-    weight = x.new_empty(x.shape[-1]) if weight is None else weight
-    options = "gated_rms_norm", ACTIVATIONS[activation], eps
-    return _left_to_torch(chosen("norm", Normalized(x, weight, g), *options), x.device)
+    if a.activation not in ACTIVATIONS:
+        return f"activation: expected one of {', '.join(ACTIVATIONS)}, got {a.activation!r}"
+    weight = a.x.new_empty(a.x.shape[-1]) if a.weight is None else a.weight
+    fields = "gated_rms_norm", ACTIVATIONS[a.activation], a.eps
+    return _left_to_torch(chosen(describe_norm, Normalized(a.x, weight, a.g), *fields), a.x.device)
 
 
-def _l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> str | None:
-    return _left_to_torch(chosen("norm", Normalized(x, x.new_empty(x.shape[-1])), "l2norm", None, eps), x.device)
+@_reading(l2norm)
+def _l2norm(a: SimpleNamespace) -> str | None:
+    weight = a.x.new_empty(a.x.shape[-1])
+    return _left_to_torch(chosen(describe_norm, Normalized(a.x, weight), "l2norm", None, a.eps), a.x.device)
 
 
-def _alone(bias: Tensor | None, residual: Tensor | None, prenorm: bool) -> str | None:
+def _alone(a: SimpleNamespace) -> str | None:
     """Why a norm stays with fla. Ours take only the norm, since fla's kernel adds a residual without another pass."""
-    if bias is not None:
+    if a.bias is not None:
         return "bias: expected None, got a tensor"
-    if residual is not None or prenorm:
+    if a.residual is not None or a.prenorm:
         return "residual, prenorm: expected None and False"
     return None
 
