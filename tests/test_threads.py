@@ -99,7 +99,7 @@ def test_keys_that_come_at_once_get_different_numbers(monkeypatch):
             time.sleep(0.001)
             return count
 
-    monkeypatch.setattr(compile_key, "numbers", Slow())
+    monkeypatch.setattr(compile_key, "key_numbers", Slow())
     problem = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), None, 1e-5)
     flags = [compile_key.elementwise_flags_of(problem._replace(D=D), ("normalize",)) for D in range(THREADS)]
     assert sorted(together(lambda number: compile_key.key_of(flags[number], ()))) == list(range(THREADS))

@@ -399,7 +399,7 @@ def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(batch, monkeypat
     device = DEVICES["triton"]
     call = call_of(kind, drafts, device)
     call(40)
-    before = dict(compile_key.numbers)
+    before = dict(compile_key.key_numbers)
     assert before
     assert len(warmup._warm) == 1
 
@@ -421,7 +421,7 @@ def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(batch, monkeypat
                   num_accepted_tokens=accepted, spec_state_indices_tensor=table,
                   spec_sequence_masks=on(1, 1).bool())  # fmt: skip
             call(5)
-    assert compile_key.numbers.keys() == before.keys()
+    assert compile_key.key_numbers.keys() == before.keys()
 
 
 def test_a_packed_call_while_vllm_profiles_does_not_reach_vllms_own_code(batch):

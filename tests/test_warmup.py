@@ -138,7 +138,7 @@ def test_threads_may_warm_up(process, place):
 def keys():
     from flash_delta.kernels.runtime import compile_key
 
-    return dict(compile_key.numbers)
+    return dict(compile_key.key_numbers)
 
 
 @needs_triton

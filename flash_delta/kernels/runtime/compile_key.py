@@ -66,7 +66,7 @@ class TensorLayout(NamedTuple):
 
 Key = tuple[NamedTuple, tuple[TensorLayout | None, ...]]
 
-numbers: dict[Key, int] = {}  # keys are numbered as they come
+key_numbers: dict[Key, int] = {}  # keys are numbered as they come
 _numbering = Lock()  # two keys must not get the same number
 
 
@@ -94,7 +94,7 @@ def key_of(flags: NamedTuple, tensors: tuple[tuple | None, ...]) -> int:
         for name, t in zip_longest(names[: len(tensors)], tensors)
     ])  # fmt: skip
     with _numbering:
-        return numbers.setdefault((flags, layouts), len(numbers))
+        return key_numbers.setdefault((flags, layouts), len(key_numbers))
 
 
 def _layout(

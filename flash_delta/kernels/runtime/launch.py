@@ -22,7 +22,7 @@ from triton.runtime._allocation import NullAllocator, _allocator
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.calls import Call, keep, profiled
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.compile_key import numbers
+from flash_delta.kernels.runtime.compile_key import key_numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
 from flash_delta.kernels.runtime.profiling import tell
@@ -150,7 +150,7 @@ def _explained(c: Call) -> Iterator[None]:
     try:
         yield
     except Refused as refused:
-        keys = list(numbers)
+        keys = list(key_numbers)
         serving = isinstance(c.p, Problem) and c.p.pools is not None
         others = (*Slots._fields, *Around._fields) if serving else ("do", "dfinal")
         tensors = dict(zip((*c.x._fields, *others), (*c.x, *c.more), strict=False))
