@@ -155,7 +155,7 @@ class Kernels:
         back, state, do = new_segmented_back(self.p, split), self.x.initial_state, self.x.v
         if ends:
             run_ends(*read, do, state, back)
-            compose_states(self.c, back.segmented, back.D, back.ends, state, back=True)
+            compose_states(self.c, back.scan, back.D, back.ends, state, back=True)
         else:
             run_segments_back(*read, self.residual, do, self.chain, state, back, recompute=True)
 
