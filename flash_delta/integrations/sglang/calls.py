@@ -32,7 +32,8 @@ class Call(NamedTuple):
 
 
 def packed_decode(
-    rule: str, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, ssm_states: Tensor, num_v_heads: int, head_v_dim: int,
+    rule: str, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
+    ssm_states: Tensor, cache_indices: Tensor, num_v_heads: int, head_v_dim: int, lower_bound: float | None = None,
     **more: Any,
 ) -> Call:  # fmt: skip
     """One token for each row, q, k and v side by side."""
@@ -40,7 +41,10 @@ def packed_decode(
     keys = (mixed_qkv.shape[-1] - values) // 2
     q, k, v = mixed_qkv[None].split([keys, keys, values], -1)
     q, k, v = (x.unflatten(-1, (-1, width)) for x, width in ((q, K), (k, K), (v, head_v_dim)))
-    return decode(rule, q, k, v, a, b, ssm_states=ssm_states, **more)
+    return decode(
+        rule, q, k, v, a, b, A_log=A_log, dt_bias=dt_bias, ssm_states=ssm_states, cache_indices=cache_indices,
+        lower_bound=lower_bound, scale=scale, **more,
+    )  # fmt: skip
 
 
 def decode(

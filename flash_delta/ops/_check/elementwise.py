@@ -8,17 +8,8 @@ from torch import Tensor
 
 from flash_delta.ops._check.options import as_bool, as_eps, as_float, refuse
 from flash_delta.ops._check.rule import DTYPES, INDEX_DTYPES, check_cu_seqlens, check_kind, check_shape, read_lengths
-from flash_delta.problem import (
-    ConvolutionProblem,
-    Convolved,
-    Form,
-    Gated,
-    GateProblem,
-    Inputs,
-    Normalized,
-    NormProblem,
-    gate_of,
-)
+from flash_delta.problem import ConvolutionProblem, Convolved, Gated, GateProblem, Inputs, Normalized, NormProblem
+from flash_delta.problem.parts import Form, gate_of
 
 
 def describe_convolution(x: Convolved, op: str, activation: str | None, output_final_state: bool) -> ConvolutionProblem:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_delta.ops._check.options import Options, as_bool, refuse
 from flash_delta.ops._transforms import is_traced, refuse_transforms
-from flash_delta.problem import Gate, Inputs, Problem, gate_of, needs_gradient
+from flash_delta.problem import Form, Inputs, Problem, gate_of, needs_gradient
 
 # The options that become fields of a Problem without a change.
 SAME = sorted({*Options._fields} & {*Problem._fields} - {"gate", "scale", "pools"})
@@ -23,7 +23,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
 
     ``options`` must have gone through `cast`.
     """
-    op, erase, scale, gate = options.op, options.erase, options.scale, gate_of(options.gate, x.g, x.A_log, x.dt_bias)
+    op, gate, kind, erase, scale = options.op, options.gate, options.gate[0], options.erase, options.scale
     B, T, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
     check_shape(op, "k", x.k, B, T, H, K)
     _, _, HV, V = check_shape(op, "v", x.v, B, T, "HV", "V")
@@ -36,8 +36,8 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         check_shape(op, "p", x.p, B, T, H, K)
     if x.beta is not None or not (options.optional_beta or erase is None):
         check_shape(op, "beta", x.beta, B, T, HV)
-    if gate.kind != "none":
-        check_shape(op, "g", x.g, *((B, T, HV, K) if gate.kind == "channel" else (B, T, HV)))
+    if kind != "none":
+        check_shape(op, "g", x.g, *((B, T, HV, K) if kind == "channel" else (B, T, HV)))
     _check_dtypes_and_devices(op, x)
     refuse_transforms(op, x._fields, x)
     _check_gate(op, x, gate, HV)
@@ -56,7 +56,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         check_shape(op, "initial_state", x.initial_state, N, HV, *((V, K) if options.state_v_first else (K, V)))
     return Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=x.q.dtype, device=x.q.device, packed=x.cu_seqlens is not None,
-        scale=K**-0.5 if scale is None else scale, gate=gate,
+        scale=K**-0.5 if scale is None else scale, gate=gate_of(gate, x.g, x.A_log, x.dt_bias),
         beta_range=2.0 if options.raw_beta and options.neg_eigval else 1.0, most_beta=_most_beta(x, options),
         erase_keys=x.p is not None, lengths=lengths, needs_grad=needs_gradient(x),
         **{name: getattr(options, name) for name in SAME},
@@ -149,12 +149,13 @@ def _check_dtypes_and_devices(op: str, x: Inputs) -> None:
             refuse(op, name, f"{dtype} like q", t.dtype)
 
 
-def _check_gate(op: str, x: Inputs, gate: Gate, heads: int) -> None:
-    if gate.raw and x.A_log is None and gate.bound is None:
+def _check_gate(op: str, x: Inputs, gate: Form, heads: int) -> None:
+    kind, raw, bound = gate
+    if raw and x.A_log is None and bound is None:
         refuse(op, "A_log", f"a tensor of {heads} elements with use_gate_in_kernel=True", "None")
-    biases = heads * x.q.shape[3] if gate.kind == "channel" else heads
+    biases = heads * x.q.shape[3] if kind == "channel" else heads
     for name, t, count in (("A_log", x.A_log, heads), ("dt_bias", x.dt_bias, biases)):
-        if not gate.raw:
+        if not raw:
             refuse_unless_none(op, name, t, "g is the log decay itself without use_gate_in_kernel=True")
         elif t is not None and t.numel() != count:
             refuse(op, name, f"a tensor of {count} elements", f"shape {list(t.shape)}")
