@@ -89,18 +89,17 @@ def chunk_gated_delta_rule_bwd(
     """
     op = "chunk_gated_delta_rule_bwd"
     refuse_unless_none(op, "cp_context", cp_context, WHOLE_CALLS)
-    gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
+    of_gate = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     g = g_input if use_gate_in_kernel else g.where(A[..., 0].isnan(), _log_decays(g, cu_seqlens, chunk_size))
     options = {
         "op": op,
-        "gate": "scalar",
+        "gate": ("scalar", use_gate_in_kernel, None),
         "erase": "decayed",
         "scale": scale,
         "chunk_size": chunk_size,
-        "raw_gate": use_gate_in_kernel,
         "state_v_first": state_v_first,
     }
-    d = gradients(Inputs(q, k, v, g, beta, None, initial_state, *gate, cu_seqlens), options, do, dht)
+    d = gradients(Inputs(q, k, v, g, beta, None, initial_state, *of_gate, cu_seqlens), options, do, dht)
     return d.q, d.k, d.v, d.beta, d.g, d.initial_state, d.A_log, d.dt_bias
 
 
