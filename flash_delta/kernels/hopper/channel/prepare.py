@@ -52,7 +52,7 @@ from flash_delta.kernels.hopper.device.rings import barriers, load_box
 from flash_delta.kernels.hopper.device.segment_bounds import extent, find_segment, first_slot, load_bound, nth
 from flash_delta.kernels.hopper.device.state_copies import beside
 from flash_delta.kernels.hopper.device.units import to_half
-from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, count_items
+from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, Work, count_items
 from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, strides
 from flash_delta.kernels.hopper.plans.tiles import PREPARES
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
@@ -79,28 +79,28 @@ def store_zeros(o, slot, cu_seqlens, N, T, HV, hv):
 
 
 @gluon.jit
-def count_listed(items, listed, cu_seqlens, T, HV):
+def count_listed(items, work, HV):
     """The number of listed prompts, and the items up to their last chunk. None if their number is outside of this
     launch's range."""
-    N = count_items(0, listed, 1)
-    start, stop = extent(nth(N - 1, N, listed[0]), cu_seqlens, T, True)
-    slots = first_slot(N - 1, start, T, True) + (stop - start + C - 1) // C
+    N = count_items(work, 1)
+    start, stop = extent(nth(N - 1, N, work.prompts), work.cu_seqlens, work.T)
+    slots = first_slot(N - 1, start, work.T, True) + (stop - start + C - 1) // C
     return N, gl.where(N > 0, gl.minimum(items, slots * HV), 0)
 
 
 @gluon.jit
-def next_chunk(item, items, o, cu_seqlens, N, T, HV, prompts, PACKED: gl.constexpr):
+def next_chunk(item, items, o, cu_seqlens, N, T, HV, prompts):
     """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
     length, and the chunk's first token in the sequence. ``prompts``: as in `find_segment`."""
     step = gl.num_programs(0)
-    _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, prompts)
-    if PACKED:
-        while (item < items) & (token >= stop):
+    own = find_segment(item // HV, C, cu_seqlens, N, T, prompts)
+    if cu_seqlens is not None:
+        while (item < items) & (own.token >= own.stop):
             if o is not None:
                 store_zeros(o, item // HV, cu_seqlens, N, T, HV, item % HV)
             item += step
-            _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, prompts)
-    return item, row, start, gl.where(item < items, stop - start, 0), token - start
+            own = find_segment(item // HV, C, cu_seqlens, N, T, prompts)
+    return item, own.row, own.start, gl.where(item < items, own.stop - own.start, 0), own.token - own.start
 
 
 @gluon.jit
@@ -111,10 +111,10 @@ def ask(item, row, start, size, first, source, HV):
     h = hv // source.group
     of_g, of_keys = source.full.index(0), source.full.index(1)
     mbarrier.expect(of_g, C * K * (4 if descs.g.dtype == gl.float32 else 2))
-    load_box(descs.g, row * batches.g + start, size, first, hv * heads[2], of_g, tiles.g.index(0), K)
+    load_box(descs.g, row * batches.g + start, size, first, hv * heads.g, of_g, tiles.g.index(0), K)
     mbarrier.expect(of_keys, 2 * C * K * 2)
-    load_box(descs.q, row * batches.q + start, size, first, h * heads[0], of_keys, tiles.q.index(0), K)
-    load_box(descs.k, row * batches.k + start, size, first, h * heads[1], of_keys, tiles.k.index(0), K)
+    load_box(descs.q, row * batches.q + start, size, first, h * heads.q, of_keys, tiles.q.index(0), K)
+    load_box(descs.k, row * batches.k + start, size, first, h * heads.k, of_keys, tiles.k.index(0), K)
 
 
 @gluon.jit
@@ -129,8 +129,9 @@ def parameters(item, row, start, size, first, given, HV):
     if given.dt_bias is not None:
         bias = gl.load(given.dt_bias + hv * K + c).to(gl.float32)
     if given.beta is not None:
-        token, strides = (start + first + i).to(gl.int64), given.beta_strides
-        at = row.to(gl.int64) * given.beta_batch + token * strides[0] + hv * strides[1]
+        of_token, of_head = given.beta_strides
+        token = (start + first + i).to(gl.int64)
+        at = row.to(gl.int64) * given.beta_batch + token * of_token + hv * of_head
         b = gl.load(given.beta + at, mask=first + i < size, other=0.0).to(gl.float32)
     return A, bias, b
 
@@ -250,7 +251,7 @@ def store_inverse(rows, columns, strengths, a_desc, at):
 def prepare(
     q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, l_desc, a_desc, gamma, rates, saved_b, saved_norms, beta,
     A_log, dt_bias, cu_seqlens, o, forgets, prompts, N, T, items, parted, least, most, q_batch, k_batch, g_batch, heads,
-    group, HV, scale, lower_bound, beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr,
+    group, HV, scale, lower_bound, beta_top, beta_batch, beta_strides, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times value heads. If o is given, it gets zeros after the last packed sequence. ``parted``: how
@@ -279,11 +280,11 @@ def prepare(
     if forgets is not None:
         items = gl.where(all_forget(forgets, parted), 0, items)
     if prompts is not None:
-        N, items = count_listed(items, (prompts, least, most), cu_seqlens, T, HV)
+        N, items = count_listed(items, Work(cu_seqlens, T, 0, prompts, least, most), HV)
     descs, batches = Tiles(q_desc, k_desc, g_desc), Tiles(q_batch, k_batch, g_batch)
-    source = Source(descs, Tiles(sq1, sk1, gates1), full, batches, heads, group)
+    source = Source(descs, Tiles(sq1, sk1, gates1), full, batches, Tiles(*heads), group)
     given = Strengths(A_log, dt_bias, beta, beta_batch, beta_strides)
-    item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts, PACKED)
+    item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts)
     if item < items:
         ask(item, row, start, size, first, source, HV)
     A, bias, b = parameters(item, row, start, size, first, given, HV)
@@ -336,7 +337,7 @@ def prepare(
         total += totals.slice(2, 1, 0).load(CHANNELS) + totals.slice(3, 1, 0).load(CHANNELS)
         gl.store(gamma + item.to(gl.int64) * K + c, gl.exp2(total))
         step = gl.num_programs(0)
-        item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, prompts, PACKED)
+        item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, prompts)
         scores, across = warpgroup_mma_wait(0, deps=[scores, across])
         lower = own_scores(scores, exact, lowest, weights, norms, 1, steep, NORM)
         second, third = both(across)

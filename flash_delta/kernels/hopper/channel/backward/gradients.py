@@ -120,22 +120,22 @@ def next_deep(item, items, deep):
 
 
 @gluon.jit
-def next_chunk(item, work, results, sums, deep, PACKED: gl.constexpr, DEEP: gl.constexpr):
+def next_chunk(item, work, results, sums, deep, DEEP: gl.constexpr):
     """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
     length, and the chunk's first token in the sequence."""
     items, cu_seqlens, N, T, HV = work
     step = gl.num_programs(0)
     if DEEP:
         item = next_deep(item, items, deep)
-    _, row, first, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
-    if PACKED and not DEEP:
-        while (item < items) & (first >= stop):
+    own = find_segment(item // HV, C, cu_seqlens, N, T)
+    if cu_seqlens is not None and not DEEP:
+        while (item < items) & (own.token >= own.stop):
             store_nothing(item // HV, item % HV, results, sums, cu_seqlens, N, T, HV)
             if deep is not None:
                 gl.store(deep + item, 0)
             item += step
-            _, row, first, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
-    return item, row, start, gl.where(item < items, stop - start, 0), first - start
+            own = find_segment(item // HV, C, cu_seqlens, N, T)
+    return item, own.row, own.start, gl.where(item < items, own.stop - own.start, 0), own.token - own.start
 
 
 @gluon.jit
@@ -278,7 +278,7 @@ def chunk_back(
     q_desc, k_desc, g_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc, dg_desc,
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias, deep, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items,
     q_batch, k_batch, g_batch, do_batch, heads, HV, scale, shift, lower_bound, beta_top,
-    PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
     DEEP: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times heads. ``deep``: whether items are left to the launch with DEEP, or None if none is.
@@ -306,7 +306,7 @@ def chunk_back(
     values, last = (do_desc, u_desc, lam_desc, s_desc), (ds_desc, r_desc, l_desc)
     keys, of_keys, of_values = (q_desc, k_desc, g_desc), ((q_batch, k_batch, g_batch), heads), (do_batch, heads[3])
     gdc_wait()  # the kernels before this one have ended, and their results can be read
-    where = next_chunk(gl.program_id(0), work, results, (dA_log, ddt_bias), deep, PACKED, DEEP)
+    where = next_chunk(gl.program_id(0), work, results, (dA_log, ddt_bias), deep, DEEP)
     if where[0] < items:
         ask_values(
             where, values, (sdo1.index(0), su1.index(0), slam1.index(0), ss1.index(0)), full.index(0), of_values, HV
@@ -338,7 +338,7 @@ def chunk_back(
         through = state_sums(ss, sds)
         X, Y, W = warpgroup_mma_wait(0, deps=[X, Y, W])
         item, row, start, size, first = where
-        where = next_chunk(item + gl.num_programs(0), work, results, (dA_log, ddt_bias), deep, PACKED, DEEP)
+        where = next_chunk(item + gl.num_programs(0), work, results, (dA_log, ddt_bias), deep, DEEP)
         barrier()  # all warps of the program: they have read the tiles of the products, and scores are there
         if where[0] < items:
             ask_values(where, values, (sdo, su, slam, ss), full.index(0), of_values, HV)
