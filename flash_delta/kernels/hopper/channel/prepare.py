@@ -49,7 +49,7 @@ from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret,
 from flash_delta.kernels.hopper.device.inverse import invert
 from flash_delta.kernels.hopper.device.layouts import FLOATS, HALF, NARROW_ROWS, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.device.rings import barriers, load_box
-from flash_delta.kernels.hopper.device.segment_bounds import extent, find_segment, first_slot, load_bound, nth
+from flash_delta.kernels.hopper.device.segment_bounds import Chunk, extent, find_segment, first_slot, load_bound, nth
 from flash_delta.kernels.hopper.device.state_copies import beside
 from flash_delta.kernels.hopper.device.units import to_half
 from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, Work, count_items
@@ -90,8 +90,7 @@ def count_listed(items, work, HV):
 
 @gluon.jit
 def next_chunk(item, items, o, cu_seqlens, N, T, HV, prompts):
-    """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
-    length, and the chunk's first token in the sequence. ``prompts``: as in `find_segment`."""
+    """The program's next `Chunk`, from ``item`` on. ``prompts``: as in `find_segment`."""
     step = gl.num_programs(0)
     own = find_segment(item // HV, C, cu_seqlens, N, T, prompts)
     if cu_seqlens is not None:
@@ -100,14 +99,15 @@ def next_chunk(item, items, o, cu_seqlens, N, T, HV, prompts):
                 store_zeros(o, item // HV, cu_seqlens, N, T, HV, item % HV)
             item += step
             own = find_segment(item // HV, C, cu_seqlens, N, T, prompts)
-    return item, own.row, own.start, gl.where(item < items, own.stop - own.start, 0), own.token - own.start
+    return Chunk(item, own.row, own.start, gl.where(item < items, own.stop - own.start, 0), own.token - own.start)
 
 
 @gluon.jit
-def ask(item, row, start, size, first, source, HV):
+def ask(chunk, source, HV):
     """Asks for the tiles of a chunk."""
     descs, tiles, batches, heads = source.descs, source.tiles, source.batches, source.heads
-    hv = item % HV
+    row, start, size, first = chunk.row, chunk.start, chunk.size, chunk.first
+    hv = chunk.item % HV
     h = hv // source.group
     of_g, of_keys = source.full.index(0), source.full.index(1)
     mbarrier.expect(of_g, C * K * (4 if descs.g.dtype == gl.float32 else 2))
@@ -118,9 +118,9 @@ def ask(item, row, start, size, first, source, HV):
 
 
 @gluon.jit
-def parameters(item, row, start, size, first, given, HV):
+def parameters(chunk, given, HV):
     """A_log, the channels' biases, and beta as given of a chunk. They are loaded early, because loads take long."""
-    hv, i = item % HV, gl.arange(0, C, layout=THREADS)
+    hv, i = chunk.item % HV, gl.arange(0, C, layout=THREADS)
     c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
     A, bias = (hv * 0).to(gl.float32), gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, SUMS))
     b = gl.full([C], 1.0, gl.float32, THREADS)
@@ -130,9 +130,9 @@ def parameters(item, row, start, size, first, given, HV):
         bias = gl.load(given.dt_bias + hv * K + c).to(gl.float32)
     if given.beta is not None:
         of_token, of_head = given.beta_strides
-        token = (start + first + i).to(gl.int64)
-        at = row.to(gl.int64) * given.beta_batch + token * of_token + hv * of_head
-        b = gl.load(given.beta + at, mask=first + i < size, other=0.0).to(gl.float32)
+        token = (chunk.start + chunk.first + i).to(gl.int64)
+        at = chunk.row.to(gl.int64) * given.beta_batch + token * of_token + hv * of_head
+        b = gl.load(given.beta + at, mask=chunk.first + i < chunk.size, other=0.0).to(gl.float32)
     return A, bias, b
 
 
@@ -284,19 +284,19 @@ def prepare(
     descs, batches = Tiles(q_desc, k_desc, g_desc), Tiles(q_batch, k_batch, g_batch)
     source = Source(descs, Tiles(sq1, sk1, gates1), full, batches, Tiles(*heads), group)
     given = Strengths(A_log, dt_bias, beta, beta_batch, beta_strides)
-    item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts)
-    if item < items:
-        ask(item, row, start, size, first, source, HV)
-    A, bias, b = parameters(item, row, start, size, first, given, HV)
-    t = item * 0
-    while item < items:
+    chunk = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts)
+    if chunk.item < items:
+        ask(chunk, source, HV)
+    A, bias, b = parameters(chunk, given, HV)
+    t = chunk.item * 0
+    while chunk.item < items:
         # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
         # loop.
         z = t >> 16
         sq, sk, gates, sg, far = sq1.index(z), sk1.index(z), gates1.index(z), sg2.index(z), sg2.index(z + 1)
         rows, columns = rows1.index(z), columns1.index(z)
         tiles = HalfTiles(sq, sk, sg, rows, columns, far)
-        left = gl.minimum(size - first, C)
+        item, left = chunk.item, gl.minimum(chunk.size - chunk.first, C)
         mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: g is there
         if RAW_GATE:  # noqa: SIM102 (a constant). Given log decays are zeros there
             if left < C:
@@ -337,16 +337,16 @@ def prepare(
         total += totals.slice(2, 1, 0).load(CHANNELS) + totals.slice(3, 1, 0).load(CHANNELS)
         gl.store(gamma + item.to(gl.int64) * K + c, gl.exp2(total))
         step = gl.num_programs(0)
-        item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, prompts)
+        chunk = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, prompts)
         scores, across = warpgroup_mma_wait(0, deps=[scores, across])
         lower = own_scores(scores, exact, lowest, weights, norms, 1, steep, NORM)
         second, third = both(across)
         across = weighted(far_scores(second, third), 1, 0, weights, norms, NORM)
         tma.store_wait(0)  # the copy engine has read Qg, Kg and Kd
         barrier()  # all warps of the program: the products above have read rows, columns and far
-        if item < items:
-            ask(item, row, start, size, first, source, HV)
-        A, bias, b = parameters(item, row, start, size, first, given, HV)
+        if chunk.item < items:
+            ask(chunk, source, HV)
+        A, bias, b = parameters(chunk, given, HV)
         # The same products give P and L, so both tiles get both: of ``sp`` only P is used, of ``sl`` only L.
         sp, sl = reinterpret(rows, ty, [2, C, C], ROW_TILE), reinterpret(columns, gl.float16, [2, C, C], ROW_TILE)
         store_scores(sp, upper, upper * 0.0, across, lower)
