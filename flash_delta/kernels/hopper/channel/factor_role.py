@@ -10,10 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flash_delta.kernels.hopper.channel.gate_role import is_last
-from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.device.gluon_compat import barrier
 from flash_delta.kernels.hopper.device.inverse import invert_blocks, invert_pairs
 from flash_delta.kernels.hopper.device.layouts import BLOCKS, NARROW_ROWS
+from flash_delta.kernels.hopper.device.work_items import find_pieces
 
 
 @gluon.jit
@@ -56,14 +57,14 @@ def store_maps(inverted, tile, sD):
 
 
 @gluon.jit
-def factor_role(sD, made, bars, work, HV: gl.constexpr, BOUNDED: gl.constexpr, PACKED: gl.constexpr):
+def factor_role(sD, made, bars, work, HV: gl.constexpr, BOUNDED: gl.constexpr):
     """Makes A and P. ``made``: `StepFactors`. sD: as in `invert`."""
     NX: gl.constexpr = made.rows.shape[0]
     zero = gl.zeros([2 * STEP, STEP], gl.float32, NARROW_ROWS)
     t = 0
-    pieces = find_work(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        part = find_part(piece, pieces, work, HV, PACKED)
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        part = find_part(piece, pieces, work, HV)
         token = part.first
         while token < part.end:
             x = t % NX

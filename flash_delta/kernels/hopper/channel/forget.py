@@ -20,7 +20,7 @@ from flash_delta.kernels.hopper.channel.parts import EARLY, STEP, part_length
 from flash_delta.kernels.hopper.channel.scores import OWN, K
 from flash_delta.kernels.hopper.device.layouts import THREADS
 from flash_delta.kernels.hopper.device.segment_bounds import FADED
-from flash_delta.kernels.hopper.device.work_items import bounds
+from flash_delta.kernels.hopper.device.work_items import Work, bounds
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -37,16 +37,17 @@ def all_forget(forgets, count):
 
 
 @gluon.jit
-def fallen(g, places, start, begin, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
+def fallen(g, places, own, begin, constants, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """The log decay of each channel over the EARLY tokens before ``begin``, in bits."""
-    batch_stride, of_tokens, n, hv = places
+    batch_stride, strides, n = places
+    of_token, of_head = strides
     a = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, OWN)))[:, None, None]
     m = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
     c = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(1, OWN)))[None, None, :]
     total = gl.zeros([2, K], gl.float32, SUMS)
     for early in gl.static_range(STEP, EARLY + STEP, STEP):
-        token = start + begin - early + 16 * a + m
-        at = n * batch_stride + token.to(gl.int64) * of_tokens[0] + hv * of_tokens[1]
+        token = own.start + begin - early + 16 * a + m
+        at = n * batch_stride + token.to(gl.int64) * of_token + own.hv * of_head
         x = gl.load(g + (at + c)).to(gl.float32)
         total += gl.sum(log_decays(x, constants, RAW_GATE, BOUNDED), 1)
     return gl.sum(total, 0)
@@ -55,20 +56,21 @@ def fallen(g, places, start, begin, constants, RAW_GATE: gl.constexpr, BOUNDED: 
 @gluon.jit(do_not_specialize=["T", "parts", "g_batch"])
 def find_forgetting(
     g, A_log, dt_bias, cu_seqlens, forgets, T, parts, bound, g_batch, g_strides,
-    HV: gl.constexpr, PACKED: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    HV: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Program (parts - 1) i + j writes its number of ``forgets``. This is 1 if gates forget before part j + 1 of state
     i, or if there is no such part. Otherwise it is 0."""
     state, part = gl.program_id(0) // (parts - 1), gl.program_id(0) % (parts - 1) + 1
-    n, hv, start, size = bounds(state, cu_seqlens, None, T, HV, PACKED)
-    if PACKED:
+    own = bounds(state, Work(cu_seqlens, T, None), HV)
+    n, size = own.n, own.size
+    if cu_seqlens is not None:
         n = n * 0
     begin = part * part_length(size, parts)
-    constants = constants_of_head(hv, A_log, dt_bias, bound, RAW_GATE, BOUNDED)
+    constants = constants_of_head(own.hv, A_log, dt_bias, bound, RAW_GATE, BOUNDED)
     found = gl.where(begin >= size, 1, 0)
     if (begin < size) & (begin >= EARLY):
-        places = g_batch, g_strides, (n + 0).to(gl.int64), hv
-        total = fallen(g, places, start, begin, constants, RAW_GATE, BOUNDED)
+        places = g_batch, g_strides, (n + 0).to(gl.int64)
+        total = fallen(g, places, own, begin, constants, RAW_GATE, BOUNDED)
         count = gl.sum(gl.where(total <= FADED, 1, 0), 0)  # NaN does not count
         found = gl.where(count == K, 1, 0)
     i = gl.arange(0, MOST, layout=THREADS)

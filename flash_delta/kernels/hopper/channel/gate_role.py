@@ -25,12 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flash_delta.kernels.device.gates import BITS, gate_constants, log_decays
 from flash_delta.kernels.hopper.channel.gates import FADED_DECAY, add, rest_living
-from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.channel.roles import Tiles
 from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
 from flash_delta.kernels.hopper.device.gluon_compat import barrier
 from flash_delta.kernels.hopper.device.layouts import THREADS
 from flash_delta.kernels.hopper.device.rings import wait_free
+from flash_delta.kernels.hopper.device.work_items import find_pieces
 
 SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block of 16, and channel
 CHANNELS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))  # [1, 128]
@@ -59,8 +60,9 @@ def load_strengths(gate, row, hv, start, token, length):
     i = gl.arange(0, 2 * STEP, layout=THREADS) % STEP
     b = gl.full([2 * STEP], 1.0, gl.float32, THREADS)
     if gate.beta is not None:
-        at = ((i * 0).to(gl.int64) + row) * gate.beta_batch + (start + token + i).to(gl.int64) * gate.beta_strides[0]
-        b = gl.load(gate.beta + (at + hv * gate.beta_strides[1]), mask=token + i < length, other=0.0).to(gl.float32)
+        of_token, of_head = gate.beta_strides
+        at = ((i * 0).to(gl.int64) + row) * gate.beta_batch + (start + token + i).to(gl.int64) * of_token
+        b = gl.load(gate.beta + (at + hv * of_head), mask=token + i < length, other=0.0).to(gl.float32)
     return b
 
 
@@ -202,18 +204,18 @@ def is_last(flag):
 @gluon.jit
 def gate_role(
     totals, given, made, bars, gate, work, HV: gl.constexpr, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
-    BOUNDED: gl.constexpr, RAW_BETA: gl.constexpr, PACKED: gl.constexpr,
+    BOUNDED: gl.constexpr, RAW_BETA: gl.constexpr,
 ):  # fmt: skip
     """Makes the factors of each step except A and P. ``given``: `Tiles`. ``made``: `StepFactors`. ``gate``:
     `GateParameters`."""
     NR: gl.constexpr = given.q.shape[0]
     NX: gl.constexpr = made.rows.shape[0]
     y, t = 0, 0
-    pieces = find_work(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        part = find_part(piece, pieces, work, HV, PACKED)
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        part = find_part(piece, pieces, work, HV)
         n, hv, start, length = part.n, part.hv, part.start, part.size
-        if PACKED:
+        if work.cu_seqlens is not None:
             n = n * 0
         constants = constants_of_head(hv, gate.A_log, gate.dt_bias, gate.bound, RAW_GATE, BOUNDED)
         b = load_strengths(gate, n, hv, start, part.first, length)

@@ -4,24 +4,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flash_delta.kernels.hopper.channel.parts import STEP, find_part, find_work
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.device.layouts import TOKENS, C
 from flash_delta.kernels.hopper.device.rings import load_box, wait_free
-from flash_delta.kernels.hopper.device.work_items import clear_padding
+from flash_delta.kernels.hopper.device.work_items import clear_padding, find_pieces
 
 
 @gluon.jit
-def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.constexpr):
+def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr):
     """The role that loads q, k and g."""
-    heads = places.heads
     NR: gl.constexpr = tiles.q.shape[0]
     t = 0
-    pieces = find_work(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        part = find_part(piece, pieces, work, HV, PACKED)
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        part = find_part(piece, pieces, work, HV)
         n, hv, start, size = part.n, part.hv, part.start, part.size
-        if PACKED:
+        if work.cu_seqlens is not None:
             n = n * 0
         h = hv // places.group
         for token in range(part.first, part.end, STEP):
@@ -29,39 +28,39 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr, PACKED: gl.con
             wait_free(bars.left, t, NR, NR)  # signalled by the gate group, which has read the tokens in this slot
             g_full, full = bars.g_full.index(s), bars.full.index(s)
             mbarrier.expect(g_full, STEP * K * (4 if descs.g.dtype == gl.float32 else 2))
-            load_box(descs.g, n * places.g_batch + start, size, token, hv * heads[2], g_full, tiles.g.index(s), K)
+            load_box(descs.g, n * places.g_batch + start, size, token, hv * places.g_head, g_full, tiles.g.index(s), K)
             mbarrier.expect(full, 2 * STEP * K * 2)
-            load_box(descs.q, n * places.q_batch + start, size, token, h * heads[0], full, tiles.q.index(s), K)
-            load_box(descs.k, n * places.k_batch + start, size, token, h * heads[1], full, tiles.k.index(s), K)
+            load_box(descs.q, n * places.q_batch + start, size, token, h * places.q_head, full, tiles.q.index(s), K)
+            load_box(descs.k, n * places.k_batch + start, size, token, h * places.k_head, full, tiles.k.index(s), K)
             t += 1
 
 
 @gluon.jit
-def load_values(desc, sv, bars, places, block, work, NS: gl.constexpr, HV: gl.constexpr, PACKED: gl.constexpr):
+def load_values(desc, sv, bars, places, block, work, NS: gl.constexpr, HV: gl.constexpr):
     """The role that loads v."""
     NV: gl.constexpr = sv.shape[0]
     V: gl.constexpr = sv.shape[2]
     t = 0
-    pieces = find_work(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        part = find_part(piece, pieces, work, HV, PACKED)
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        part = find_part(piece, pieces, work, HV)
         n, hv, start, size = part.n, part.hv, part.start, part.size
-        if PACKED:
+        if work.cu_seqlens is not None:
             n = n * 0
         for token in range(part.first, part.end, STEP):
             s = t % NV
             wait_free(bars.v_done, t, NV, NS)  # signalled by the state group, which has read the tokens in this slot
             mbarrier.expect(bars.v_full.index(s), STEP * V * 2)
-            column = hv * places.heads[3] + block * V
+            column = hv * places.v_head + block * V
             load_box(desc, n * places.v_batch + start, size, token, column, bars.v_full.index(s), sv.index(s), V)
             t += 1
 
 
 @gluon.jit
-def clear_role(o, work, HV: gl.constexpr, PACKED: gl.constexpr):
+def clear_role(o, work, HV: gl.constexpr):
     """Writes zeros to o after the last sequence. On a pool `list_prompts` does this."""
     items, T = work.items, work.T
-    if PACKED and work.pool is None:
+    if work.cu_seqlens is not None and work.prompts is None:
         N, program = items // HV, gl.program_id(0)
         if work.parts is not None:
             N = items // (HV * work.parts)

@@ -44,7 +44,7 @@ from flash_delta.kernels.hopper.channel.factor_role import factor_role
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gate_role import gate_role, is_last
 from flash_delta.kernels.hopper.channel.load_roles import clear_role, load_keys, load_values
-from flash_delta.kernels.hopper.channel.parts import STEP, Work, find_part, find_work
+from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.channel.prepare import LINE
 from flash_delta.kernels.hopper.channel.roles import (
     Barriers,
@@ -57,7 +57,7 @@ from flash_delta.kernels.hopper.channel.roles import (
 )
 from flash_delta.kernels.hopper.channel.scan import WIDE_ROWS
 from flash_delta.kernels.hopper.channel.scores import K
-from flash_delta.kernels.hopper.device.checkpoints import find_checkpoint, find_offset
+from flash_delta.kernels.hopper.device.checkpoints import Checkpoints, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_store
 from flash_delta.kernels.hopper.device.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.device.layouts import (
@@ -76,7 +76,7 @@ from flash_delta.kernels.hopper.device.layouts import (
 from flash_delta.kernels.hopper.device.rings import barriers, end_barriers
 from flash_delta.kernels.hopper.device.state_copies import apart, ask_for_state, store_state, take_state
 from flash_delta.kernels.hopper.device.units import units
-from flash_delta.kernels.hopper.device.work_items import ends, enter
+from flash_delta.kernels.hopper.device.work_items import Work, ends, enter, find_pieces
 from flash_delta.kernels.hopper.plans.boxes import handed_by, ragged, states, strides
 from flash_delta.kernels.hopper.plans.tape import Tape, run_lay_tape
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_LOOP, ChannelTile
@@ -126,12 +126,11 @@ def store_halves(desc, slot, row, v, so, S, S2, HALVES: gl.constexpr, V_FIRST: g
 
 @gluon.jit
 def state_role(
-    buffers, descs, sv, made, bars, kept, work, block, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
-    BOUNDED: gl.constexpr, PACKED: gl.constexpr,
+    buffers, descs, sv, made, bars, checkpoints, work, block, HV: gl.constexpr, INITIAL: gl.constexpr,
+    V_FIRST: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """Carries the state. ``sv``: the ring of v. ``made``: `StepFactors`. ``kept``: as in checkpoints.py."""
+    """Carries the state. ``sv``: the ring of v. ``made``: `StepFactors`. ``checkpoints``: `Checkpoints`."""
     so = buffers.so
-    pool, share = work.pool, work.share
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = made.rows.dtype
@@ -141,35 +140,35 @@ def state_role(
     NO: gl.constexpr = so.shape[0]  # buffers
     zero = gl.zeros([64, 2 * STEP], gl.float32, ROWS)
     v, step, t = block * 64 * HALVES, 0, 0
-    pieces = find_work(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        part = find_part(piece, pieces, work, HV, PACKED)
+    pieces = find_pieces(work, HV)
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        part = find_part(piece, pieces, work, HV)
         n, hv, length, token, begin, end = part.n, part.hv, part.size, part.first, part.begin, part.end
         row, state = part.start + length, part.item * K
         source, target = None, None
-        if pool is not None:
-            source, target = ends(part.item, pool, HV)
+        if work.prompts is not None:
+            source, target = ends(part.item, work, HV)
             state = hv * K
             tma.store_wait(0)  # the copy engine has read ``so``; if no state was stored, nothing has waited for it yet
             barrier()  # all warps of the state group: none asks for a state earlier
-        if not PACKED:
+        if work.cu_seqlens is None:
             row += n * work.T
         S, S2 = gl.zeros([64, K], gl.float32, WIDE_ROWS), gl.zeros([64, K], gl.float32, WIDE_ROWS)
-        if share is not None:  # noqa: SIM102 (a constant)
+        if work.tape is not None:  # noqa: SIM102 (a constant)
             if begin > 0:
-                lost = take_over(flag_of(share, share[1] - 1, block), share)
-                S, S2 = load_halves(descs.handed, None, (share[1] - 1) * K, v, buffers, S, S2, HALVES, True)
+                lost = take_over(flag_of(work, work.program - 1, block), work)
+                S, S2 = load_halves(descs.handed, None, (work.program - 1) * K, v, buffers, S, S2, HALVES, True)
                 S, S2 = S + lost, S2 + lost
         begins, is_end = True, True
         if work.parts is not None:
             begins = piece % work.parts == 0
             is_end = (begins | (begin < end)) & (end == length)
-        if share is not None:
+        if work.tape is not None:
             begins, is_end = begin == 0, end == length
         if INITIAL:  # noqa: SIM102 (a constant)
             if begins:
                 S, S2 = load_halves(descs.initial, source, state, v, buffers, S, S2, HALVES, V_FIRST)
-        offset, fresh = find_offset(kept, n, length, STEP), length >= 0
+        offset, fresh = find_offset(checkpoints, n, length, STEP), length >= 0
         while token < end:
             if BOUNDED:
                 step = t
@@ -230,18 +229,18 @@ def state_role(
                 if not BOUNDED:
                     mbarrier.arrive(bars.v_done.index(y), count=1)
                     step += 1
-                if kept is not None:
-                    slot = find_checkpoint(kept, n, token, length, offset)
+                if checkpoints.table is not None:
+                    slot = find_checkpoint(checkpoints, n, token, length, offset)
                     if slot >= 0:
                         store_halves(descs.initial, slot, state, v, so, S, S2, HALVES, V_FIRST)
             if not BOUNDED:
                 fresh = last
             t += 1
-        if share is not None:  # noqa: SIM102 (a constant)
+        if work.tape is not None:  # noqa: SIM102 (a constant)
             if not is_end:
-                store_halves(descs.handed, None, share[1] * K, v, so, S, S2, HALVES, True)
-                hand_over(flag_of(share, share[1], block))
-        if pool is not None:
+                store_halves(descs.handed, None, work.program * K, v, so, S, S2, HALVES, True)
+                hand_over(flag_of(work, work.program, block))
+        if work.prompts is not None:
             is_end = is_end & (target >= 0)
         if is_end:
             store_halves(descs.final, target, state, v, so, S, S2, HALVES, V_FIRST)
@@ -249,12 +248,12 @@ def state_role(
 
 @gluon.jit
 def run_roles(
-    descs, kept, work, tape, forgets, o, gate, places, HV: gl.constexpr, INITIAL: gl.constexpr,
-    V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
+    descs, checkpoints, work, tape, forgets, o, gate, places, HV: gl.constexpr, INITIAL: gl.constexpr,
+    V_FIRST: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
 ):  # fmt: skip
-    """Divides a program's shared memory, and starts its roles. ``descs``: `Described`. ``kept``: as in checkpoints.py.
+    """Divides a program's shared memory, and starts its roles. ``descs``: `Described`. ``checkpoints``: `Checkpoints`.
     ``gate``: `GateParameters`."""
     ty: gl.constexpr = descs.q.dtype
     sq = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
@@ -274,40 +273,36 @@ def run_roles(
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     gfull, full, left, vfull = barriers(NR, 1), barriers(NR, 1), barriers(NR, 1), barriers(NV, 1)
     ready, done, tiled = barriers(NX, 1), barriers(NX, 1), barriers(NX, 1)
-    made_bars, vdone, flags = (gfull, full, left, vfull, ready, done, tiled), done, None
-    so2, sbar, sbar2 = None, None, None
+    vdone, flags, so2, sbar, sbar2 = done, None, None, None, None
     if INITIAL or tape is not None:
         sbar = barriers(NO, 1)
-        made_bars += (sbar,)
         if HALVES == 2:
             so2, sbar2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE), barriers(NO, 1)
-            made_bars += (sbar2,)
     if not BOUNDED:
         vdone, flags = barriers(NV, 1), gl.allocate_shared_memory(gl.int32, [NX, 1], FLAGS)
-        made_bars += (vdone,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    block, share = gl.program_id(1), None
+    block, program = gl.program_id(1), None
     if tape is not None:
-        u, block = enter(tape)
-        share = (tape, u)
+        program, block = enter(tape)
     items = work.items
     if forgets is not None:
         items = gl.where(all_forget(forgets, items - items // work.parts), items, 0)
-    work = Work(work.cu_seqlens, work.T, work.parts, items, work.pool, share)
+    T, prompts, parts = work.T, work.prompts, work.parts
+    work = Work(work.cu_seqlens, T, items, prompts, work.least, work.most, None, tape, program, parts)
     given, made = Tiles(sq, sk, sg), StepFactors(rows, columns, maps, norms, strengths, lead, trail, flags)
     bars = Barriers(gfull, full, left, vfull, vdone, tiled, ready, done)
     buffers = StateBuffers(so, sbar, so2, sbar2)
     # The first role gets the registers that the others do not ask for.
     gl.warp_specialize([
-        (state_role, (buffers, descs, sv, made, bars, kept, work, block, HV, INITIAL, V_FIRST, BOUNDED, PACKED)),
-        (gate_role, (totals, given, made, bars, gate, work, HV, NORM, RAW_GATE, BOUNDED, RAW_BETA, PACKED)),
-        (factor_role, (sD, made, bars, work, HV, BOUNDED, PACKED)),
-        (load_keys, (descs, given, bars, places, work, HV, PACKED)),
-        (load_values, (descs.v, sv, bars, places, block, work, NX if BOUNDED else NV, HV, PACKED)),
-        (clear_role, (o, work, HV, PACKED)),
+        (state_role, (buffers, descs, sv, made, bars, checkpoints, work, block, HV, INITIAL, V_FIRST, BOUNDED)),
+        (gate_role, (totals, given, made, bars, gate, work, HV, NORM, RAW_GATE, BOUNDED, RAW_BETA)),
+        (factor_role, (sD, made, bars, work, HV, BOUNDED)),
+        (load_keys, (descs, given, bars, places, work, HV)),
+        (load_values, (descs.v, sv, bars, places, block, work, NX if BOUNDED else NV, HV)),
+        (clear_role, (o, work, HV)),
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
-    end_barriers(made_bars)
+    end_barriers((gfull, full, left, vfull, ready, done, tiled), sbar, sbar2, None if BOUNDED else vdone)
 
 
 @gluon.jit(do_not_specialize=["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])
@@ -315,7 +310,7 @@ def channel_loop(
     q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed, tape, cu_seqlens, o, beta, A_log, dt_bias, forgets,
     T, parts, items, q_batch, k_batch, v_batch, g_batch, heads, group, scale, bound, beta_top, beta_batch,
     beta_strides,
-    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, NORM: gl.constexpr,
+    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
     NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
     PARTED: gl.constexpr, TAPED: gl.constexpr,
@@ -323,12 +318,12 @@ def channel_loop(
     """``items``: the number of states. Item i is value head i % HV of sequence i // HV. If PARTED, ``items`` counts the
     parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
     descs = Described(q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed)
-    work = Work(cu_seqlens, T, parts if PARTED else None, items, None, None)
+    work = Work(cu_seqlens, T, items, parts=parts if PARTED else None)
     forgets = forgets if PARTED else None
     gate = GateParameters(A_log, dt_bias, bound, scale, beta, beta_batch, beta_strides, beta_top)
-    places = Places(q_batch, k_batch, g_batch, v_batch, heads, group)
+    places = Places(q_batch, k_batch, g_batch, v_batch, *heads, group)
     run_roles(
-        descs, None, work, tape, forgets, o, gate, places, HV, INITIAL, V_FIRST, PACKED, NORM, RAW_BETA, RAW_GATE,
+        descs, Checkpoints(), work, tape, forgets, o, gate, places, HV, INITIAL, V_FIRST, NORM, RAW_BETA, RAW_GATE,
         BOUNDED, NR, NV, NX, NO, HALVES, GATES, FACTORS,
     )  # fmt: skip
 

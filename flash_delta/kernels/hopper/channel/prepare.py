@@ -49,10 +49,10 @@ from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret,
 from flash_delta.kernels.hopper.device.inverse import invert
 from flash_delta.kernels.hopper.device.layouts import FLOATS, HALF, NARROW_ROWS, PAIRS, ROW_TILE, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.device.rings import barriers, load_box
-from flash_delta.kernels.hopper.device.segment_bounds import extent, find_segment, first_slot, load_bound, nth
+from flash_delta.kernels.hopper.device.segment_bounds import Chunk, extent, find_segment, first_slot, load_bound, nth
 from flash_delta.kernels.hopper.device.state_copies import beside
 from flash_delta.kernels.hopper.device.units import to_half
-from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, count_items
+from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, Work, count_items
 from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, strides
 from flash_delta.kernels.hopper.plans.tiles import PREPARES
 from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
@@ -79,48 +79,48 @@ def store_zeros(o, slot, cu_seqlens, N, T, HV, hv):
 
 
 @gluon.jit
-def count_listed(items, listed, cu_seqlens, T, HV):
+def count_listed(items, work, HV):
     """The number of listed prompts, and the items up to their last chunk. None if their number is outside of this
     launch's range."""
-    N = count_items(0, listed, 1)
-    start, stop = extent(nth(N - 1, N, listed[0]), cu_seqlens, T, True)
-    slots = first_slot(N - 1, start, T, True) + (stop - start + C - 1) // C
+    N = count_items(work, 1)
+    start, stop = extent(nth(N - 1, N, work.prompts), work.cu_seqlens, work.T)
+    slots = first_slot(N - 1, start, work.T, True) + (stop - start + C - 1) // C
     return N, gl.where(N > 0, gl.minimum(items, slots * HV), 0)
 
 
 @gluon.jit
-def next_chunk(item, items, o, cu_seqlens, N, T, HV, prompts, PACKED: gl.constexpr):
-    """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
-    length, and the chunk's first token in the sequence. ``prompts``: as in `find_segment`."""
+def next_chunk(item, items, o, cu_seqlens, N, T, HV, prompts):
+    """The program's next `Chunk`, from ``item`` on. ``prompts``: as in `find_segment`."""
     step = gl.num_programs(0)
-    _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, prompts)
-    if PACKED:
-        while (item < items) & (token >= stop):
+    own = find_segment(item // HV, C, cu_seqlens, N, T, prompts)
+    if cu_seqlens is not None:
+        while (item < items) & (own.token >= own.stop):
             if o is not None:
                 store_zeros(o, item // HV, cu_seqlens, N, T, HV, item % HV)
             item += step
-            _, row, token, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED, prompts)
-    return item, row, start, gl.where(item < items, stop - start, 0), token - start
+            own = find_segment(item // HV, C, cu_seqlens, N, T, prompts)
+    return Chunk(item, own.row, own.start, gl.where(item < items, own.stop - own.start, 0), own.token - own.start)
 
 
 @gluon.jit
-def ask(item, row, start, size, first, source, HV):
+def ask(chunk, source, HV):
     """Asks for the tiles of a chunk."""
     descs, tiles, batches, heads = source.descs, source.tiles, source.batches, source.heads
-    hv = item % HV
+    row, start, size, first = chunk.row, chunk.start, chunk.size, chunk.first
+    hv = chunk.item % HV
     h = hv // source.group
     of_g, of_keys = source.full.index(0), source.full.index(1)
     mbarrier.expect(of_g, C * K * (4 if descs.g.dtype == gl.float32 else 2))
-    load_box(descs.g, row * batches.g + start, size, first, hv * heads[2], of_g, tiles.g.index(0), K)
+    load_box(descs.g, row * batches.g + start, size, first, hv * heads.g, of_g, tiles.g.index(0), K)
     mbarrier.expect(of_keys, 2 * C * K * 2)
-    load_box(descs.q, row * batches.q + start, size, first, h * heads[0], of_keys, tiles.q.index(0), K)
-    load_box(descs.k, row * batches.k + start, size, first, h * heads[1], of_keys, tiles.k.index(0), K)
+    load_box(descs.q, row * batches.q + start, size, first, h * heads.q, of_keys, tiles.q.index(0), K)
+    load_box(descs.k, row * batches.k + start, size, first, h * heads.k, of_keys, tiles.k.index(0), K)
 
 
 @gluon.jit
-def parameters(item, row, start, size, first, given, HV):
+def parameters(chunk, given, HV):
     """A_log, the channels' biases, and beta as given of a chunk. They are loaded early, because loads take long."""
-    hv, i = item % HV, gl.arange(0, C, layout=THREADS)
+    hv, i = chunk.item % HV, gl.arange(0, C, layout=THREADS)
     c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
     A, bias = (hv * 0).to(gl.float32), gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, SUMS))
     b = gl.full([C], 1.0, gl.float32, THREADS)
@@ -129,9 +129,10 @@ def parameters(item, row, start, size, first, given, HV):
     if given.dt_bias is not None:
         bias = gl.load(given.dt_bias + hv * K + c).to(gl.float32)
     if given.beta is not None:
-        token, strides = (start + first + i).to(gl.int64), given.beta_strides
-        at = row.to(gl.int64) * given.beta_batch + token * strides[0] + hv * strides[1]
-        b = gl.load(given.beta + at, mask=first + i < size, other=0.0).to(gl.float32)
+        of_token, of_head = given.beta_strides
+        token = (chunk.start + chunk.first + i).to(gl.int64)
+        at = chunk.row.to(gl.int64) * given.beta_batch + token * of_token + hv * of_head
+        b = gl.load(given.beta + at, mask=chunk.first + i < chunk.size, other=0.0).to(gl.float32)
     return A, bias, b
 
 
@@ -250,7 +251,7 @@ def store_inverse(rows, columns, strengths, a_desc, at):
 def prepare(
     q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, l_desc, a_desc, gamma, rates, saved_b, saved_norms, beta,
     A_log, dt_bias, cu_seqlens, o, forgets, prompts, N, T, items, parted, least, most, q_batch, k_batch, g_batch, heads,
-    group, HV, scale, bound, beta_top, beta_batch, beta_strides, PACKED: gl.constexpr, NORM: gl.constexpr,
+    group, HV, scale, bound, beta_top, beta_batch, beta_strides, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times value heads. If o is given, it gets zeros after the last packed sequence. ``parted``: how
@@ -279,23 +280,23 @@ def prepare(
     if forgets is not None:
         items = gl.where(all_forget(forgets, parted), 0, items)
     if prompts is not None:
-        N, items = count_listed(items, (prompts, least, most), cu_seqlens, T, HV)
+        N, items = count_listed(items, Work(cu_seqlens, T, 0, prompts, least, most), HV)
     descs, batches = Tiles(q_desc, k_desc, g_desc), Tiles(q_batch, k_batch, g_batch)
-    source = Source(descs, Tiles(sq1, sk1, gates1), full, batches, heads, group)
+    source = Source(descs, Tiles(sq1, sk1, gates1), full, batches, Tiles(*heads), group)
     given = Strengths(A_log, dt_bias, beta, beta_batch, beta_strides)
-    item, row, start, size, first = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts, PACKED)
-    if item < items:
-        ask(item, row, start, size, first, source, HV)
-    A, bias, b = parameters(item, row, start, size, first, given, HV)
-    t = item * 0
-    while item < items:
+    chunk = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts)
+    if chunk.item < items:
+        ask(chunk, source, HV)
+    A, bias, b = parameters(chunk, given, HV)
+    t = chunk.item * 0
+    while chunk.item < items:
         # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
         # loop.
         z = t >> 16
         sq, sk, gates, sg, far = sq1.index(z), sk1.index(z), gates1.index(z), sg2.index(z), sg2.index(z + 1)
         rows, columns = rows1.index(z), columns1.index(z)
         tiles = HalfTiles(sq, sk, sg, rows, columns, far)
-        left = gl.minimum(size - first, C)
+        item, left = chunk.item, gl.minimum(chunk.size - chunk.first, C)
         mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: g is there
         if RAW_GATE:  # noqa: SIM102 (a constant). Given log decays are zeros there
             if left < C:
@@ -336,16 +337,16 @@ def prepare(
         total += totals.slice(2, 1, 0).load(CHANNELS) + totals.slice(3, 1, 0).load(CHANNELS)
         gl.store(gamma + item.to(gl.int64) * K + c, gl.exp2(total))
         step = gl.num_programs(0)
-        item, row, start, size, first = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, prompts, PACKED)
+        chunk = next_chunk(item + step, items, o, cu_seqlens, N, T, HV, prompts)
         scores, across = warpgroup_mma_wait(0, deps=[scores, across])
         lower = own_scores(scores, exact, lowest, weights, norms, 1, steep, NORM)
         second, third = both(across)
         across = weighted(far_scores(second, third), 1, 0, weights, norms, NORM)
         tma.store_wait(0)  # the copy engine has read Qg, Kg and Kd
         barrier()  # all warps of the program: the products above have read rows, columns and far
-        if item < items:
-            ask(item, row, start, size, first, source, HV)
-        A, bias, b = parameters(item, row, start, size, first, given, HV)
+        if chunk.item < items:
+            ask(chunk, source, HV)
+        A, bias, b = parameters(chunk, given, HV)
         # The same products give P and L, so both tiles get both: of ``sp`` only P is used, of ``sl`` only L.
         sp, sl = reinterpret(rows, ty, [2, C, C], ROW_TILE), reinterpret(columns, gl.float16, [2, C, C], ROW_TILE)
         store_scores(sp, upper, upper * 0.0, across, lower)

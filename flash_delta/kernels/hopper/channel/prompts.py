@@ -11,10 +11,11 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper.channel.loop import run_roles
-from flash_delta.kernels.hopper.channel.parts import STEP, Work
+from flash_delta.kernels.hopper.channel.parts import STEP
 from flash_delta.kernels.hopper.channel.roles import Described, GateParameters, Places
 from flash_delta.kernels.hopper.device import checkpoints
-from flash_delta.kernels.hopper.device.checkpoints import checkpoint_arguments
+from flash_delta.kernels.hopper.device.checkpoints import Checkpoints, checkpoint_values
+from flash_delta.kernels.hopper.device.work_items import Work
 from flash_delta.kernels.hopper.plans.boxes import handed_by, pool, ragged, strides
 from flash_delta.kernels.hopper.plans.tape import Tape
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_LOOP, CHANNEL_WHOLE
@@ -30,7 +31,7 @@ NUMBERS = ["T", "least", "most", "q_batch", "k_batch", "v_batch", "g_batch", "gr
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def channel_prompts(
     q_desc, k_desc, v_desc, g_desc, o_desc, states, handed, tape, cu_seqlens, prompts, checkpoints, offsets, o, beta,
-    A_log, dt_bias, T, least, most, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column, q_batch,
+    A_log, dt_bias, T, least, most, slots, null_slot, columns, interval, table_row, table_column, q_batch,
     k_batch, v_batch, g_batch, heads, group, scale, bound, beta_top, beta_batch, beta_strides,
     HV: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
@@ -38,18 +39,14 @@ def channel_prompts(
 ):  # fmt: skip
     """This launch works only if ``prompts`` has ``least`` to ``most`` sequences."""
     gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
-    kept = None
-    if checkpoints is not None:
-        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
-        if offsets is not None:
-            kept += (offsets,)
+    checkpoints = Checkpoints(checkpoints, slots, null_slot, columns, interval, table_row, table_column, offsets)
     descs = Described(q_desc, k_desc, v_desc, g_desc, o_desc, states, states, handed)
-    work = Work(cu_seqlens, T, None, 0, (prompts, least, most), None)
+    work = Work(cu_seqlens, T, 0, prompts, least, most)
     gate = GateParameters(A_log, dt_bias, bound, scale, beta, beta_batch, beta_strides, beta_top)
-    places = Places(q_batch, k_batch, g_batch, v_batch, heads, group)
+    places = Places(q_batch, k_batch, g_batch, v_batch, *heads, group)
     run_roles(
-        descs, kept, work, tape, None, o, gate, places, HV, True, V_FIRST, True, NORM, RAW_BETA, RAW_GATE, BOUNDED,
-        NR, NV, NX, NO, HALVES, GATES, FACTORS,
+        descs, checkpoints, work, tape, None, o, gate, places, HV, True, V_FIRST, NORM, RAW_BETA, RAW_GATE, BOUNDED, NR,
+        NV, NX, NO, HALVES, GATES, FACTORS,
     )  # fmt: skip
 
 
@@ -59,7 +56,7 @@ def run_channel_prompts(
     """Launches the loop, once for every tile that the number of prompts may select. With halves of states there is a
     program for every item, so they need no tape."""
     p, x, plans = c.p, c.x, []
-    states, kept = pool(p, s.state_pool), checkpoint_arguments(p, s)
+    states, kept = pool(p, s.state_pool), checkpoint_values(p, s)
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     q, k, g, out = (ragged(y, width, STEP.value) for y, width in ((x.q, p.K), (x.k, p.K), (x.g, p.K), (o, 64)))
     for t, sequences, least, most, _ in launches:

@@ -1,5 +1,6 @@
 """What kernels hand to their roles and functions, and what the roles pass to each other."""
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 
@@ -16,16 +17,8 @@ class Described(NamedTuple):
     handed: Any
 
 
-class Places(NamedTuple):
-    """Where tokens are: the tokens between batch rows, the strides between heads of q, k, g and v, and how many value
-    heads a key head has."""
-
-    q_batch: Any
-    k_batch: Any
-    g_batch: Any
-    v_batch: Any
-    heads: Any
-    group: Any
+# Where tokens are: the tokens between batch rows, the strides between heads, and how many value heads a key head has.
+Places = namedtuple("Places", "q_batch k_batch g_batch v_batch q_head k_head g_head v_head group")
 
 
 class GateParameters(NamedTuple):

@@ -30,18 +30,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.hopper.channel.forget import all_forget
-from flash_delta.kernels.hopper.channel.parts import Work
 from flash_delta.kernels.hopper.channel.roles import ChunkKeys, ChunkValues
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.device import checkpoints
-from flash_delta.kernels.hopper.device.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.device.checkpoints import Checkpoints, checkpoint_values, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_load
 from flash_delta.kernels.hopper.device.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.device.rings import barriers, end_barriers, load_box, wait_free
 from flash_delta.kernels.hopper.device.segment_bounds import first_slot
 from flash_delta.kernels.hopper.device.state_copies import load_state, store_state, store_through
 from flash_delta.kernels.hopper.device.units import units
-from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, bounds, count_items, ends
+from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, Work, bounds, count_items, ends
 from flash_delta.kernels.hopper.plans.boxes import blocks, lines, pool, ragged, squares, states, token_stride
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_SCAN
 from flash_delta.kernels.runtime.arguments import constants_of
@@ -56,19 +55,19 @@ WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]
 @gluon.jit
 def load_prepared(
     descs, tiles, full, done, work, v_batch, v_heads, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr,
-    PACKED: gl.constexpr,
 ):  # fmt: skip
     """The role that fills a ring. With KEYS it loads `ChunkKeys`, otherwise `ChunkValues`."""
-    T, pool = work.T, work.pool
+    T = work.T
     SLOTS: gl.constexpr = tiles[0].shape[0]
     gdc_wait()  # `prepare` has ended, and its results can be read
     t = 0
-    for item in range(gl.program_id(0), count_items(work.items, pool, HV), gl.num_programs(0)):
-        n, hv, start, size = bounds(item, work.cu_seqlens, pool, T, HV, PACKED)
-        if pool is not None:
+    for item in range(gl.program_id(0), count_items(work, HV), gl.num_programs(0)):
+        own = bounds(item, work, HV)
+        n, hv, start, size = own.n, own.hv, own.start, own.size
+        if work.prompts is not None:
             n = item // HV  # its number in the list
-        head, row = first_slot(n, start, T, PACKED) * HV + hv, start
-        if not PACKED:
+        head, row = first_slot(n, start, T, work.cu_seqlens is not None) * HV + hv, start
+        if work.cu_seqlens is None:
             row += n * v_batch
         for token in range(0, size, C):
             s, at = t % SLOTS, head + token // C * HV
@@ -91,11 +90,11 @@ def load_prepared(
 
 @gluon.jit
 def state_role(
-    so, sbar, o_desc, initial, final, keys, values, full, vfull, done, kept, work, HV: gl.constexpr,
-    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
+    so, sbar, o_desc, initial, final, keys, values, full, vfull, done, checkpoints, work, HV: gl.constexpr,
+    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
-    """Carries the state. ``keys``, ``values``: `ChunkKeys` and `ChunkValues`. ``kept``: as in checkpoints.py."""
-    sr, sv, T, pool = keys.rates, values.v, work.T, work.pool
+    """Carries the state. ``keys``, ``values``: `ChunkKeys` and `ChunkValues`. ``checkpoints``: `Checkpoints`."""
+    sr, sv, T = keys.rates, values.v, work.T
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = keys.Kg.dtype
@@ -103,21 +102,22 @@ def state_role(
     NO: gl.constexpr = so.shape[0]  # buffers
     zero = gl.zeros([64, C], gl.float32, ROWS)
     v, t = gl.program_id(1) * 64, 0
-    for item in range(gl.program_id(0), count_items(work.items, pool, HV), gl.num_programs(0)):
-        n, hv, start, length = bounds(item, work.cu_seqlens, pool, T, HV, PACKED)
+    for item in range(gl.program_id(0), count_items(work, HV), gl.num_programs(0)):
+        own = bounds(item, work, HV)
+        n, hv, start, length = own.n, own.hv, own.start, own.size
         row, state = start + length, item * K
         source, target = None, None
-        if pool is not None:
-            source, target = ends(item, pool, HV)
+        if work.prompts is not None:
+            source, target = ends(item, work, HV)
             state = hv * K
             tma.store_wait(0)  # the copy engine has read ``so``; if no state was stored, nothing has waited for it yet
             barrier()  # all warps of the state group: none asks for a state earlier
-        if not PACKED:
+        if work.cu_seqlens is None:
             row += n * T
         S = gl.zeros([64, K], gl.float32, WIDE_ROWS)
         if INITIAL:
             S = load_state(initial, source, state, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
-        offset = find_offset(kept, n, length)
+        offset = find_offset(checkpoints, n, length)
         for token in range(0, length, C):
             s, x = t % NS, t % NV
             sb = gl.convert_layout(S.to(ty), operand)
@@ -151,12 +151,12 @@ def state_role(
             box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
             store_through(out, box, o_desc, (RAGGED, row, at, hv * K + v), O.to(ty), True)
             t += 1
-            if kept is not None:
-                slot = find_checkpoint(kept, n, token + C, length, offset)
+            if checkpoints.table is not None:
+                slot = find_checkpoint(checkpoints, n, token + C, length, offset)
                 if slot >= 0:
                     store_state(initial, S, slot, state, v, so, K, V_FIRST, NO)
         is_kept = True
-        if pool is not None:
+        if work.prompts is not None:
             is_kept = target >= 0
         if is_kept:
             store_state(final, S, target, state, v, so, K, V_FIRST, NO)
@@ -168,19 +168,14 @@ def state_role(
 )
 def scan_channels(
     qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, o_desc, initial, final, cu_seqlens, forgets,
-    prompts, checkpoints, offsets, T, items, parted, least, most, slots, null_slot, columns, interval, checkpoint_row,
-    checkpoint_column, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
-    PACKED: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
+    prompts, checkpoints, offsets, T, items, parted, least, most, slots, null_slot, columns, interval, table_row,
+    table_column, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
+    NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
 ):  # fmt: skip
     """On a pool the launch works only if ``prompts`` has ``least`` to ``most`` sequences."""
-    pool, kept = None, None
     if prompts is not None:
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
-        pool = (prompts, least, most)
-    if checkpoints is not None:
-        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
-        if offsets is not None:
-            kept += (offsets,)
+    checkpoints = Checkpoints(checkpoints, slots, null_slot, columns, interval, table_row, table_column, offsets)
     ty: gl.constexpr = v_desc.dtype
     sq = gl.allocate_shared_memory(ty, [NS, C, K], TILE)
     sk = gl.allocate_shared_memory(ty, [NS, C, K], TILE)
@@ -191,29 +186,27 @@ def scan_channels(
     sa = gl.allocate_shared_memory(gl.float16, [NV, C, C], TILE)
     sp = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
-    full, vfull, done = barriers(NS, 1), barriers(NV, 1), barriers(NS, 1)
-    made, sbar = (full, vfull, done), None
+    full, vfull, done, sbar = barriers(NS, 1), barriers(NV, 1), barriers(NS, 1), None
     if INITIAL:
         sbar = barriers(NO, 1)
-        made += (sbar,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     if forgets is not None:
         items = gl.where(all_forget(forgets, parted), 0, items)
     keys, values = ChunkKeys(sq, sk, sd, sr, sg), ChunkValues(sv, sa, sp)
-    work = Work(cu_seqlens, T, None, items, pool, None)
+    work = Work(cu_seqlens, T, items, prompts, least, most)
     of_keys = ChunkKeys(qg_desc, kg_desc, kd_desc, r_desc, gamma_desc)
     of_values = ChunkValues(v_desc, a_desc, p_desc)
     # The first role gets the registers that the others do not ask for.
     gl.warp_specialize([
         (state_role, (
-            so, sbar, o_desc, initial, final, keys, values, full, vfull, done, kept, work, HV, INITIAL, V_FIRST, NS,
-            PACKED,
+            so, sbar, o_desc, initial, final, keys, values, full, vfull, done, checkpoints, work, HV, INITIAL, V_FIRST,
+            NS,
         )),
-        (load_prepared, (of_keys, keys, full, done, work, v_batch, v_heads, HV, True, NS, PACKED)),
-        (load_prepared, (of_values, values, vfull, done, work, v_batch, v_heads, HV, False, NS, PACKED)),
+        (load_prepared, (of_keys, keys, full, done, work, v_batch, v_heads, HV, True, NS)),
+        (load_prepared, (of_values, values, vfull, done, work, v_batch, v_heads, HV, False, NS)),
     ], [1, 1], [24, 24])  # fmt: skip
-    end_barriers(made)
+    end_barriers((full, vfull, done), sbar)
 
 
 def run_scan_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: Tensor, parts: int = 1) -> None:
@@ -226,7 +219,7 @@ def run_scan_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: T
 
 def run_scan_prompts(c: Call, w: Prepared, o: Tensor, s: Slots, listed: Listed, sequences: int) -> None:
     """Scans prompts on a pool. ``sequences``: how many are scanned at the same time."""
-    slots, work = pool(c.p, s.state_pool), (None, listed, checkpoint_arguments(c.p, s), 0)
+    slots, work = pool(c.p, s.state_pool), (None, listed, checkpoint_values(c.p, s), 0)
     _run(c, w, o, (slots, slots), work, sequences, INITIAL=True)
 
 

@@ -22,9 +22,9 @@ LOOK = gl.constexpr(
 
 
 @gluon.jit
-def flag_of(share, u, half):
-    """The address of a flag of program u. ``share``: as in work_items.py."""
-    return share[0] + (5 + 2 * gl.num_programs(0)) + half * gl.num_programs(0) + u
+def flag_of(work, u, half):
+    """The address of a flag of program u. ``work``: `Work` (work_items.py)."""
+    return work.tape + (5 + 2 * gl.num_programs(0)) + half * gl.num_programs(0) + u
 
 
 @gluon.jit
@@ -37,11 +37,11 @@ def hand_over(flag):
 
 
 @gluon.jit
-def take_over(flag, share):
+def take_over(flag, work):
     """Waits until the state is in memory. It is called before `load_state`. Returns 0, or NaN if the state never
     comes."""
     i = gl.arange(0, 128, layout=THREADS)
-    looks, word = gl.load(share[0] + 1).to(gl.int32), gl.load(share[0] + 2)
+    looks, word = gl.load(work.tape + 1).to(gl.int32), gl.load(work.tape + 2)
     arguments = [flag + 0 * i, looks + 0 * i, word + 0 * i]
     gl.inline_asm_elementwise(LOOK, "=r,l,r,l", arguments, gl.int32, False, 1)
     barrier()  # all warps of this group have seen the flag

@@ -43,20 +43,24 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def invalidate(bars):
-    COUNT: gl.constexpr = bars.shape[0]
-    for i in gl.static_range(COUNT):
-        mbarrier.invalidate(bars.index(i))
+    if bars is not None:
+        COUNT: gl.constexpr = bars.shape[0]
+        for i in gl.static_range(COUNT):
+            mbarrier.invalidate(bars.index(i))
 
 
 @gluon.jit
-def end_barriers(made):
+def end_barriers(rings, first=None, second=None, third=None):
     """Ends the barriers of a program, after its roles: everything that `barriers` has made for it.
 
     This also keeps the barriers' memory from other uses until the program ends. Without it, the compiler gives the
     memory of a barrier to a tile after the barrier's last use. The hardware keeps a copy of each barrier that has not
     been invalidated. When another process gets the GPU in the middle of a kernel, it writes that copy over the tile."""
-    for m in gl.static_range(len(made)):
-        invalidate(made[m])
+    for m in gl.static_range(len(rings)):
+        invalidate(rings[m])
+    invalidate(first)
+    invalidate(second)
+    invalidate(third)
 
 
 @gluon.jit

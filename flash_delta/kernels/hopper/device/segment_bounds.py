@@ -4,6 +4,8 @@ device/chunk.py has functions of the same names in Triton. There are separate on
 number after the other, which needs no layout. And the tests run Gluon kernels in plain Python (gluon_emulator.py).
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
@@ -14,6 +16,21 @@ FADED = gl.constexpr(-184.0)  # as a power of two
 SMALLEST_NORMAL = gl.constexpr(2.0**-126)
 
 
+# A segment: its sequence, or its number in a list; the batch row; in the row the segment's first token, the sequence's
+# first token, and the one after its last; the segment's number in the sequence, and whether it is the last one.
+Segment = namedtuple("Segment", "n row token start stop number last")
+
+
+# Chunks of a sequence that a program scans: a segment, or a piece (work_items.py). Its sequence (in `find_listed` the
+# part's number) and batch row; the sequence's first token in its batch row, and its tokens; the run's first token in
+# the sequence, how many chunks it has, and the slot of the first one; its number (0: it begins the sequence), and
+# whether it ends the sequence.
+Run = namedtuple("Run", "n row start size token chunks chunk number last")
+# A chunk that a program computes: the number of its slot and head, its batch row, the sequence's first token and
+# length, and the chunk's first token in the sequence.
+Chunk = namedtuple("Chunk", "item row start size first")
+
+
 @gluon.jit
 def load_bound(cu_seqlens, n, T):
     """The token at which sequence n begins, and the one before it ends. Wrong bounds are moved into the row."""
@@ -21,10 +38,10 @@ def load_bound(cu_seqlens, n, T):
 
 
 @gluon.jit
-def extent(n, cu_seqlens, T, PACKED: gl.constexpr):
+def extent(n, cu_seqlens, T):
     """The first token of sequence n and the token after its last, in its batch row."""
     start, stop = n * 0, n * 0 + T
-    if PACKED:
+    if cu_seqlens is not None:
         start = load_bound(cu_seqlens, n, T)
         stop = gl.maximum(load_bound(cu_seqlens, n + 1, T), start)
     return start, stop
@@ -49,14 +66,12 @@ def nth(m, N, prompts):
 
 
 @gluon.jit
-def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr, prompts=None):
-    """The segment in a slot of ``length`` tokens: its sequence, batch row, first token, the sequence's two bounds, its
-    number in the sequence, and whether it is the last one. A sequence without tokens has one segment. A slot without a
-    segment has no tokens, and is not the last. ``prompts``: only the N sequences of this list have slots, and the first
-    result is a number in the list."""
+def find_segment(slot, length, cu_seqlens, N, T, prompts=None):
+    """The `Segment` in a slot of ``length`` tokens. A sequence without tokens has one segment. A slot without a segment
+    has no tokens, and is not the last. ``prompts``: only the N sequences of this list have slots."""
     n = slot // ((T + length - 1) // length)
     first, row = n * ((T + length - 1) // length), n
-    if PACKED:
+    if cu_seqlens is not None:
         low, high = slot * 0, slot * 0 + N - 1
         while low < high:  # finds the last sequence whose slots begin here or before
             middle = (low + high + 1) // 2
@@ -66,11 +81,11 @@ def find_segment(slot, length, cu_seqlens, N, T, PACKED: gl.constexpr, prompts=N
                 high = middle - 1
         n, row = low, slot * 0
         first = load_bound(cu_seqlens, nth(n, N, prompts), T) // length + n
-    start, stop = extent(nth(n, N, prompts), cu_seqlens, T, PACKED)
+    start, stop = extent(nth(n, N, prompts), cu_seqlens, T)
     number = gl.maximum(slot - first, 0)  # below 0 if bounds decrease, or begin above 0
     token = start + number * length
     last = (token + length >= stop) & ((token < stop) | (number == 0))
-    return n, row, token, start, stop, number, last
+    return Segment(n, row, token, start, stop, number, last)
 
 
 @gluon.jit
@@ -91,64 +106,74 @@ def place(HV):
 
 
 @gluon.jit
-def find_chunks(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr):
-    """This program's segment: its sequence, batch row, the sequence's first token and length, the segment's first token
-    in the sequence, the number of its chunks, the first chunk's slot, its number, and whether it ends the sequence."""
-    n, row, token, start, stop, number, last = find_segment(place(HV)[0], length, cu_seqlens, N, T, PACKED)
-    chunks = (gl.maximum(gl.minimum(length, stop - token), 0) + C - 1) // C
-    slot = first_slot(n, start, T, PACKED)
-    return n, row, start, stop - start, token - start, chunks, slot + number * (length // C), number, last
+def find_chunks(work, HV):
+    """The `Run` that is this program's segment. ``work``: `Work` (work_items.py)."""
+    slot, _ = place(HV)
+    own = find_segment(slot, work.length, work.cu_seqlens, work.items, work.T)
+    chunks = (gl.maximum(gl.minimum(work.length, own.stop - own.token), 0) + C - 1) // C
+    chunk = first_slot(own.n, own.start, work.T, work.cu_seqlens is not None)
+    size, token = own.stop - own.start, own.token - own.start
+    chunk += own.number * (work.length // C)
+    return Run(own.n, own.row, own.start, size, token, chunks, chunk, own.number, own.last)
 
 
 @gluon.jit
-def find_map(HV, length, cu_seqlens, N, T, PACKED: gl.constexpr, listed=None):
-    """The results of `find_chunks` with two changes. There are no chunks if this map is not needed. And instead of
-    whether the segment is the last one, it returns whether the map is Phi (1) or B (0). ``listed``: as in
-    `find_listed`."""
-    keys = 1 - gl.program_id(1)
-    if listed is not None:
-        return find_listed(HV, cu_seqlens, T, listed, keys)
+def is_Phi():
+    """Whether this program's map is Phi (1) or B (0)."""
+    return 1 - gl.program_id(1)
+
+
+@gluon.jit
+def find_map(work, HV):
+    """The `Run` of this program's map, without chunks if the map is not needed."""
+    keys = is_Phi()
+    if work.cuts is not None:
+        return find_listed(work, keys, HV)
     else:
-        n, row, start, size, token, chunks, slot, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-        if last | ((number == 0) & (keys > 0)):
+        run = find_chunks(work, HV)
+        chunks = run.chunks
+        if run.last | ((run.number == 0) & (keys > 0)):
             chunks = chunks * 0
-        return n, row, start, size, token, chunks, slot, number, keys
+        return rest_of(run, 0, chunks)
 
 
 @gluon.jit
-def find_listed(HV, cu_seqlens, T, listed, keys):
-    """Returns the results of `find_map` for part s of the prompts that are cut, with two changes. The first result is
-    the part's number among all parts, and the one before the last is its first chunk.
-
-    listed: the list of prompts and that of their parts (plans/prompt_list.py)."""
-    prompts, parts = listed
+def find_listed(work, keys, HV):
+    """The `Run` of `find_map` for a part of the prompts that are cut. Its number is the part's first chunk. Nobody
+    needs to know whether it is the last one."""
+    prompts, parts = work.prompts, work.cuts
     gdc_wait()  # the kernel that makes the lists has ended
     s, _ = place(HV)
     known = s < gl.load(parts)
     m = gl.where(known, gl.load(parts + 5 * gl.where(known, s, 0) + 5), 0)
     begin, end = gl.load(parts + 5 * m + 2), gl.load(parts + 5 * m + 3)
     n = gl.where(known, gl.load(prompts + 3 * m + 1), 0)
-    start, stop = extent(n, cu_seqlens, T, True)
+    start, stop = extent(n, work.cu_seqlens, work.T)
     needed = known & (end * C < stop - start) & ((begin > 0) | (keys == 0))
-    slot = first_slot(n, start, T, True) + begin
-    return m, m * 0, start, stop - start, begin * C, gl.where(needed, end - begin, 0), slot, begin, keys
+    chunk, token = first_slot(n, start, work.T, True) + begin, begin * C
+    return Run(m, m * 0, start, stop - start, token, gl.where(needed, end - begin, 0), chunk, begin, needed)
 
 
 @gluon.jit
-def without_faded(token, chunks, slot, keys, left):
-    """Leaves out chunks that have decayed. Returns, for a map, the first token, the number and the first slot of the
-    chunks that it has to scan, and how many chunks come before those. ``left``: how many chunks have not decayed at the
-    segment's end. If some have decayed, Phi is zero."""
-    skipped = gl.maximum(chunks - left, 0)
-    chunks = gl.where((keys > 0) & (skipped > 0), 0, chunks - skipped)
-    return token + skipped * C, chunks, slot + skipped, skipped
+def rest_of(run, skipped, chunks):
+    """A run without the chunks that are ``skipped``, of which so many ``chunks`` are left."""
+    token, chunk = run.token + skipped * C, run.chunk + skipped
+    return Run(run.n, run.row, run.start, run.size, token, chunks, chunk, run.number, run.last)
 
 
 @gluon.jit
-def count_left(rates, hv, HV, slot, chunks, FROM_END: gl.constexpr):
+def without_faded(run, left):
+    """Leaves out the chunks of a map that have decayed. ``left``: how many have not, at the segment's end. If some have
+    decayed, Phi is zero."""
+    skipped = gl.maximum(run.chunks - left, 0)
+    return rest_of(run, skipped, gl.where((is_Phi() > 0) & (skipped > 0), 0, run.chunks - skipped))
+
+
+@gluon.jit
+def count_left(rates, run, hv, HV, FROM_END: gl.constexpr):
     """How many chunks of a segment, counted from its end or from its start, still have an effect there: they have not
-    decayed by 2^-184. After such a decay, numbers below 2^35 are zero in float32. ``slot``: that of the segment's first
-    chunk."""
+    decayed by 2^-184. After such a decay, numbers below 2^35 are zero in float32."""
+    chunks = run.chunks
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, BY_WARP))
     j = gl.arange(0, 64, layout=gl.SliceLayout(0, BY_WARP))
     count, decayed, going = chunks * 0, 0.0, chunks > 0
@@ -156,7 +181,7 @@ def count_left(rates, hv, HV, slot, chunks, FROM_END: gl.constexpr):
         c = count + j
         if FROM_END:
             c = chunks - 1 - c
-        at = ((slot + c) * HV + hv).to(gl.int64) * (8 * C) + 7 * C
+        at = ((run.chunk + c) * HV + hv).to(gl.int64) * (8 * C) + 7 * C
         gamma = gl.load(rates + at, mask=count + j < chunks, other=1.0)
         bits = gl.log2(gl.maximum(gamma, SMALLEST_NORMAL))
         square = bits[None, :] + gl.zeros([64, 64], gl.float32, BY_WARP)

@@ -4,15 +4,11 @@ An item is one value head of one sequence. On a pool an earlier kernel has liste
 states (prompt_list.py). A piece is a run of chunks of an item. Without a tape every piece is a whole item, and programs
 take items in turns. With a tape (tape.py) a program's first piece may end early, and its last piece may begin late.
 
-The functions take ``work``: (cu_seqlens, T, items, pool, share). pool: the list, the ``least`` and the ``most``
-prompts that this launch scans, and the list of parts if prompts are cut; or None. share: the tape's table and the
-program's number, or None. If prompts are cut, a part of a prompt counts as a sequence, except that its tokens are
-counted from the beginning of the prompt.
-
 Other kernels scan segments (scalar/segments/), one per program, or whole sequences by a tape. A run of chunks is the
-one or the other. With SEGMENTS their ``work`` is (cu_seqlens, T, length, N)."""
+one or the other."""
 
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
 from flash_delta.kernels.hopper.device.layouts import C
-from flash_delta.kernels.hopper.device.segment_bounds import extent, find_chunks, first_slot, load_bound, place
+from flash_delta.kernels.hopper.device.segment_bounds import Run, extent, find_chunks, first_slot, load_bound, place
 
 
 class Listed(NamedTuple):
@@ -34,27 +30,60 @@ class Listed(NamedTuple):
 NO_LIST = Listed(None, 0, 0)  # without a pool
 
 
+class Work(NamedTuple):
+    """What a program finds its work by."""
+
+    cu_seqlens: Any  # None if every sequence has a batch row
+    T: Any  # the tokens of a batch row
+    items: Any  # how many there are; with ``length`` the number of sequences
+    prompts: Any = None  # the list of prompts on a pool, or None without a pool
+    least: Any = None  # as in `Listed`
+    most: Any = None
+    cuts: Any = None  # the list of prompts' parts, or None. A part counts as a sequence, with the tokens of the prompt
+    tape: Any = None  # its table (tape.py), or None
+    program: Any = None  # the program's number on it
+    parts: Any = None  # how many parts each sequence has (channel/parts.py), or None
+    length: Any = None  # the tokens of a segment; None if programs scan items
+
+
+# How a program goes through its pieces: from ``begin`` to ``end``. With a tape also the ``first`` piece's item, the
+# chunk with which the last piece begins, and the one before which the first piece ends (0: it ends with its item).
+Pieces = namedtuple("Pieces", "begin end step first entry leave")
+
+
+class Piece(NamedTuple):
+    """What a program scans at a time."""
+
+    item: Any  # the state's number
+    n: Any  # the sequence
+    hv: Any  # the value head
+    start: Any  # the sequence's first token in its batch row
+    size: Any  # the tokens of the sequence
+    first: Any  # the first token to scan, in the sequence
+    begin: Any  # the first token with outputs
+    end: Any  # the token after the last
+
+
 @gluon.jit
-def count_items(items, pool, HV):
+def count_items(work, HV):
     """The number of items of work. On a pool an earlier kernel has counted the sequences (prompt_list.py). There is no
     work if their number is outside of this launch's range."""
-    if pool is None:
-        return items
+    if work.prompts is None:
+        return work.items
     else:
-        prompts, least, most = pool[0], pool[1], pool[2]
         gdc_wait()  # the kernel that makes the list has ended
-        count = gl.load(prompts)
-        return gl.where((count >= least) & (count <= most), count * HV, 0)
+        count = gl.load(work.prompts)
+        return gl.where((count >= work.least) & (count <= work.most), count * HV, 0)
 
 
 @gluon.jit
-def bounds(item, cu_seqlens, pool, T, HV, PACKED: gl.constexpr):
-    """An item's sequence and value head, the sequence's first token in its batch row, and its length."""
+def bounds(item, work, HV):
+    """Finds an item, as one `Piece`."""
     n, hv = item // HV, item % HV
-    if pool is not None:
-        n = gl.load(pool[0] + 3 * n + 1)
-    start, stop = extent(n, cu_seqlens, T, PACKED)
-    return n, hv, start, stop - start
+    if work.prompts is not None:
+        n = gl.load(work.prompts + 3 * n + 1)
+    start, stop = extent(n, work.cu_seqlens, work.T)
+    return Piece(item, n, hv, start, stop - start, 0, 0, stop - start)
 
 
 @gluon.jit
@@ -68,90 +97,76 @@ def enter(tape):
 
 @gluon.jit
 def find_pieces(work, HV):
-    """Returns a program's pieces. The first three results say how to go through them: from, to, step. With a tape three
-    more follow: the first piece's item, the chunk with which the last piece begins, and the chunk before which the
-    first piece ends (0: the first piece ends with its item)."""
-    _, _, items, pool, share = work
-    items = count_items(items, pool, HV)
-    if share is None:
-        return gl.program_id(0), items, gl.num_programs(0)
+    """Finds a program's `Pieces`."""
+    if work.length is not None:
+        return Pieces(0, 1, 1, 0, 0, 0)
     else:
-        border = share[0] + 3 + 2 * share[1]
-        low, entry = gl.load(border).to(gl.int32), gl.load(border + 1).to(gl.int32)
-        high, leave = gl.load(border + 2).to(gl.int32), gl.load(border + 3).to(gl.int32)
-        first = gl.where(leave > 0, high, high - 1)
-        return 0, gl.where(items > 0, first - low + 1, 0), 1, first, entry, leave
-
-
-@gluon.jit
-def find_piece(i, pieces, work, HV, PACKED: gl.constexpr):
-    """Piece i of a program: its item, sequence and value head; the sequence's first token in its batch row, and its
-    length; the piece's first token in the sequence, and the token after its last."""
-    cu_seqlens, T, _, pool, share = work
-    if share is None:
-        n, hv, start, length = bounds(i, cu_seqlens, pool, T, HV, PACKED)
-        if pool is not None and len(pool) > 3:
-            begin, end, _ = find_part(i, pool, length, HV)
-            return i, n, hv, start, length, begin, end
+        items = count_items(work, HV)
+        if work.tape is None:
+            return Pieces(gl.program_id(0), items, gl.num_programs(0), 0, 0, 0)
         else:
-            return i, n, hv, start, length, length * 0, length
-    else:
-        _, count, _, first, entry, leave = pieces
-        item = first - i
-        n, hv, start, length = bounds(item, cu_seqlens, pool, T, HV, PACKED)
-        own, stop = 0, length
-        if pool is not None and len(pool) > 3:
-            own, stop, _ = find_part(item, pool, length, HV)
-        begin = gl.where(i == count - 1, own + entry * C, own)
-        end = gl.where((i == 0) & (leave > 0), gl.minimum(own + leave * C, stop), stop)
-        return item, n, hv, start, length, begin, end
+            border = work.tape + 3 + 2 * work.program
+            low, entry = gl.load(border).to(gl.int32), gl.load(border + 1).to(gl.int32)
+            high, leave = gl.load(border + 2).to(gl.int32), gl.load(border + 3).to(gl.int32)
+            first = gl.where(leave > 0, high, high - 1)
+            return Pieces(0, gl.where(items > 0, first - low + 1, 0), 1, first, entry, leave)
 
 
 @gluon.jit
-def find_runs(work, HV, SEGMENTS: gl.constexpr):
-    """A program's runs of chunks, as `find_pieces` finds pieces."""
-    if SEGMENTS:
-        return 0, 1, 1
+def find_piece(i, pieces, work, HV):
+    """Finds `Piece` i of a program."""
+    if work.tape is None:
+        own = bounds(i, work, HV)
+        begin, end, _ = find_part(i, work, HV, own.size)
+        return Piece(i, own.n, own.hv, own.start, own.size, begin, begin, end)
     else:
-        return find_pieces(work, HV)
+        item, leave = pieces.first - i, pieces.leave
+        own = bounds(item, work, HV)
+        start, stop, _ = find_part(item, work, HV, own.size)
+        begin = gl.where(i == pieces.end - 1, start + pieces.entry * C, start)
+        end = gl.where((i == 0) & (leave > 0), gl.minimum(start + leave * C, stop), stop)
+        return Piece(item, own.n, own.hv, own.start, own.size, begin, begin, end)
 
 
 @gluon.jit
-def find_run(i, runs, work, HV, PACKED: gl.constexpr, SEGMENTS: gl.constexpr, BACK: gl.constexpr = False):
-    """Run i of a program: its value head and batch row; the sequence's first token and length; the run's first token in
-    the sequence, the number of its chunks, and the first chunk's slot; then its sequence, its segment's slot (or its
-    sequence), its number (0: it begins the sequence), and whether it ends the sequence. BACK: chains are scanned from
-    their last chunk, with which they begin on the tape."""
-    if SEGMENTS:
-        cu_seqlens, T, length, N = work
+def find_run(i, pieces, work, HV, BACK: gl.constexpr = False):
+    """Finds run i of a program: its value head, its segment's slot (or its sequence), and the `Run`. BACK: chains are
+    scanned from their last chunk, with which they begin on the tape."""
+    if work.length is not None:
         slot, hv = place(HV)
-        n, row, start, size, token, chunks, chunk, number, last = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-        return hv, row, start, size, token, chunks, chunk, n, slot, number, last
+        return hv, slot, find_chunks(work, HV)
     else:
-        _, n, hv, start, size, begin, end = find_piece(i, runs, work, HV, PACKED)
-        first, chunks, all_chunks = begin // C, (end - begin + C - 1) // C, (size + C - 1) // C
+        piece = find_piece(i, pieces, work, HV)
+        n, size, end = piece.n, piece.size, piece.end
+        first, chunks, all_chunks = piece.begin // C, (end - piece.begin + C - 1) // C, (size + C - 1) // C
         if BACK:
             first = all_chunks - (end + C - 1) // C
+        PACKED: gl.constexpr = work.cu_seqlens is not None
         row = n
         if PACKED:
             row = n * 0
-        chunk = first_slot(n, start, work[1], PACKED) + first
-        return hv, row, start, size, first * C, chunks, chunk, n, n, first, first + chunks == all_chunks
+        chunk, token = first_slot(n, piece.start, work.T, PACKED) + first, first * C
+        last = first + chunks == all_chunks
+        return piece.hv, n, Run(n, row, piece.start, size, token, chunks, chunk, first, last)
 
 
 @gluon.jit
-def find_part(item, pool, length, HV):
+def find_part(item, work, HV, size):
     """An item's part of its prompt: its first token, the one after its last, and the number of the state that it starts
     from, or -1 for a prompt's first part (prompt_list.py)."""
-    at = pool[3] + 5 * (item // HV) + 2
-    start = gl.load(at + 2)
-    return gl.load(at) * C, gl.minimum(gl.load(at + 1) * C, length), gl.where(start < 0, start, start + item % HV)
+    if work.cuts is not None:
+        at = work.cuts + 5 * (item // HV) + 2
+        start = gl.load(at + 2)
+        start = gl.where(start < 0, start, start + item % HV)
+        return gl.load(at) * C, gl.minimum(gl.load(at + 1) * C, size), start
+    else:
+        return 0, size, -1
 
 
 @gluon.jit
-def ends(item, pool, HV):
+def ends(item, work, HV):
     """The slots, on a pool, from which an item's state is read and to which it is written. -1: there is none."""
-    at = pool[0] + 3 * (item // HV) + 2
+    at = work.prompts + 3 * (item // HV) + 2
     return gl.load(at), gl.load(at + 1)
 
 

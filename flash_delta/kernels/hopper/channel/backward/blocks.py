@@ -85,7 +85,7 @@ def sum_over(x, carried, PARTS: gl.constexpr):
 @gluon.jit
 def may_be_deep(tile, gate, RAW_GATE: gl.constexpr):
     """Whether a channel may fall by more than MILD within a block. For raw gates it uses an upper bound of softplus."""
-    rate, bias, _ = gate
+    rate, bias = gate.rate, gate.bias
     most = rate * 0.0
     for I in gl.static_range(4):
         fall = load_block(tile, I)

@@ -54,9 +54,8 @@ def line_of(lines, n: gl.constexpr, I: gl.constexpr):
 @gluon.jit
 def gates_of(sg, I: gl.constexpr, left, gate, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr):
     """Activations of a block, their log decays, and which of its tokens are in the sequence."""
-    rate, bias, bound = gate
     a, live = load_block(sg, I), token() < left - 16 * I
-    return a, log_decays_of_rows(a, live, rate, bias, bound, RAW_GATE, BOUNDED), live
+    return a, log_decays_of_rows(a, live, gate.rate, gate.bias, gate.bound, RAW_GATE, BOUNDED), live
 
 
 @gluon.jit
@@ -152,11 +151,11 @@ def chunk_gradients(
         d = sum_over(y, r >= t, 3) + rest[:, None]
         rest += gl.sum(y, 1)
         if RAW_GATE:
-            d, of_A_log = gate_backward_of_rows(d, gates, a, live, gate[0], gate[1], BOUNDED)
+            d, of_A_log = gate_backward_of_rows(d, gates, a, live, gate.rate, gate.bias, BOUNDED)
             dA += gl.sum(of_A_log, 1)
             dbias += gl.sum(d, 1)
         elif BOUNDED:
-            d = gl.where(a < gate[2], 0.0, d)
+            d = gl.where(a < gate.bound, 0.0, d)
         sg.slice(16 * I, 16, 0).permute([1, 0]).store(d.to(sg.dtype))
         if NORM and I < 3:  # in the places of the products
             park(parking, I, dq)

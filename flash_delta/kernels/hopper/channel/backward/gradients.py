@@ -28,6 +28,7 @@ Tiles wait in the memory of dS1, R and L (parking.py). So the kernel asks for th
     2    dS1, R and L are there
 """
 
+from collections import namedtuple
 from math import log2
 
 from torch import Tensor
@@ -58,7 +59,7 @@ from flash_delta.kernels.hopper.channel.backward.chunk import chunk_gradients
 from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_load, tma_store
 from flash_delta.kernels.hopper.device.layouts import BOX, FLOAT_BOX, FLOATS, RAGGED, TILE, C
 from flash_delta.kernels.hopper.device.rings import barriers, load_box
-from flash_delta.kernels.hopper.device.segment_bounds import find_segment, load_bound
+from flash_delta.kernels.hopper.device.segment_bounds import Chunk, find_segment, load_bound
 from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, strides
 from flash_delta.kernels.runtime.arguments import constants_of, state_unit
 from flash_delta.kernels.runtime.calls import Call
@@ -76,11 +77,18 @@ LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 BLOCK = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # [.., 16, 16]
 SCORES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [3, 2, 1, 0]))  # the same, [4, 4, 16, 16]
 
+# One of each for what products over values need first, and what they need last: tiles, or descriptors.
+ValueTiles = namedtuple("ValueTiles", "do U dU S")
+LastTiles = namedtuple("LastTiles", "dS R L")
+KeyTiles = namedtuple("KeyTiles", "q k g")
+Results = namedtuple("Results", "dq dk dv dg dbeta dA_log ddt_bias")  # the gradients' addresses
+HeadGate = namedtuple("HeadGate", "rate bias bound")  # a head's rate, its channels' biases, and the bound
+
 
 @gluon.jit
-def store_nothing(slot, hv, results, sums, cu_seqlens, N, T, HV):
+def store_nothing(slot, hv, results, cu_seqlens, N, T, HV):
     """Stores zeros for a slot without a chunk: for tokens after the last sequence, and in sums over slots."""
-    dq, dk, dv, dg, dbeta = results
+    dq, dg, dbeta = results.dq, results.dg, results.dbeta
     i, c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, K, layout=gl.SliceLayout(0, ROWS))
     nothing = gl.zeros([C, K], gl.float32, ROWS)
     end = load_bound(cu_seqlens, N, T)
@@ -89,22 +97,21 @@ def store_nothing(slot, hv, results, sums, cu_seqlens, N, T, HV):
         line = (first + i).to(gl.int64) * HV + hv
         at, some = line[:, None] * K + c[None, :], ((first + i) < T)[:, None] & (c >= 0)[None, :]
         gl.store(dq + at, nothing.to(dq.dtype.element_ty), mask=some)
-        gl.store(dk + at, nothing.to(dq.dtype.element_ty), mask=some)
-        gl.store(dv + at, nothing.to(dq.dtype.element_ty), mask=some)
+        gl.store(results.dk + at, nothing.to(dq.dtype.element_ty), mask=some)
+        gl.store(results.dv + at, nothing.to(dq.dtype.element_ty), mask=some)
         gl.store(dg + at, nothing.to(dg.dtype.element_ty), mask=some)
         if dbeta is not None:
             gl.store(dbeta + line, gl.sum(nothing, 1).to(dbeta.dtype.element_ty), mask=first + i < T)
-    store_sums(slot * HV + hv, sums, gl.sum(empty_tile(), 1), gl.sum(empty_tile(), 1))
+    store_sums(slot * HV + hv, results, gl.sum(empty_tile(), 1), gl.sum(empty_tile(), 1))
 
 
 @gluon.jit
-def store_sums(head, sums, dA, dbias):
-    dA_log, ddt_bias = sums
+def store_sums(head, results, dA, dbias):
     at = head.to(gl.int64) * K + gl.arange(0, K, layout=OF_CHANNELS)
-    if dA_log is not None:
-        gl.store(dA_log + at, dA)
-    if ddt_bias is not None:
-        gl.store(ddt_bias + at, dbias)
+    if results.dA_log is not None:
+        gl.store(results.dA_log + at, dA)
+    if results.ddt_bias is not None:
+        gl.store(results.ddt_bias + at, dbias)
 
 
 @gluon.jit
@@ -120,53 +127,52 @@ def next_deep(item, items, deep):
 
 
 @gluon.jit
-def next_chunk(item, work, results, sums, deep, PACKED: gl.constexpr, DEEP: gl.constexpr):
-    """The program's next item from ``item`` on that has a chunk: its number, batch row, the sequence's first token and
-    length, and the chunk's first token in the sequence."""
-    items, cu_seqlens, N, T, HV = work
+def next_chunk(item, items, results, cu_seqlens, N, T, HV, deep, DEEP: gl.constexpr):
+    """The program's next `Chunk`, from ``item`` on."""
     step = gl.num_programs(0)
     if DEEP:
         item = next_deep(item, items, deep)
-    _, row, first, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
-    if PACKED and not DEEP:
-        while (item < items) & (first >= stop):
-            store_nothing(item // HV, item % HV, results, sums, cu_seqlens, N, T, HV)
+    own = find_segment(item // HV, C, cu_seqlens, N, T)
+    if cu_seqlens is not None and not DEEP:
+        while (item < items) & (own.token >= own.stop):
+            store_nothing(item // HV, item % HV, results, cu_seqlens, N, T, HV)
             if deep is not None:
                 gl.store(deep + item, 0)
             item += step
-            _, row, first, start, stop, _, _ = find_segment(item // HV, C, cu_seqlens, N, T, PACKED)
-    return item, row, start, gl.where(item < items, stop - start, 0), first - start
+            own = find_segment(item // HV, C, cu_seqlens, N, T)
+    return Chunk(item, own.row, own.start, gl.where(item < items, own.stop - own.start, 0), own.token - own.start)
 
 
 @gluon.jit
-def ask_values(where, descs, tiles, bar, strides, HV):
+def ask_values(chunk, descs, tiles, bar, strides, HV):
     """Asks for the tiles that the products of a chunk need first: dO, U, dU~ and S0."""
-    item, row, start, size, first = where
-    batch, head = strides
+    item, size, first = chunk.item, chunk.size, chunk.first
+    batch, heads = strides
+    _, _, _, head = heads
     mbarrier.expect(bar, 3 * C * K * 2 + K * K * 2)
-    load_box(descs[0], row * batch + start, size, first, item % HV * head, bar, tiles[0], K)
-    tma_load(descs[1], [item * C, 0], bar, tiles[1])
-    tma_load(descs[2], [item * C, 0], bar, tiles[2])
-    tma_load(descs[3], [item * K, 0], bar, tiles[3])
+    load_box(descs.do, chunk.row * batch + chunk.start, size, first, item % HV * head, bar, tiles.do, K)
+    tma_load(descs.U, [item * C, 0], bar, tiles.U)
+    tma_load(descs.dU, [item * C, 0], bar, tiles.dU)
+    tma_load(descs.S, [item * K, 0], bar, tiles.S)
 
 
 @gluon.jit
 def ask_last(item, descs, tiles, bar):
     """Asks for dS1, R and L."""
     mbarrier.expect(bar, K * K * 2 + C * K * 2 + C * C * 2)
-    tma_load(descs[0], [item * K, 0], bar, tiles[0])
-    tma_load(descs[1], [item * C, 0], bar, tiles[1])
-    tma_load(descs[2], [item * C, 0], bar, tiles[2])
+    tma_load(descs.dS, [item * K, 0], bar, tiles.dS)
+    tma_load(descs.R, [item * C, 0], bar, tiles.R)
+    tma_load(descs.L, [item * C, 0], bar, tiles.L)
 
 
 @gluon.jit
-def ask_keys(where, descs, tiles, bar, strides, HV):
+def ask_keys(chunk, descs, tiles, bar, strides, HV):
     """Asks for q, k and g of a chunk."""
-    item, row, start, size, first = where
+    item, size, first = chunk.item, chunk.size, chunk.first
     batches, heads = strides
-    mbarrier.expect(bar, 2 * C * K * 2 + C * K * (4 if descs[2].dtype == gl.float32 else 2))
+    mbarrier.expect(bar, 2 * C * K * 2 + C * K * (4 if descs.g.dtype == gl.float32 else 2))
     for m in gl.static_range(3):
-        load_box(descs[m], row * batches[m] + start, size, first, item % HV * heads[m], bar, tiles[m], K)
+        load_box(descs[m], chunk.row * batches[m] + chunk.start, size, first, item % HV * heads[m], bar, tiles[m], K)
 
 
 @gluon.jit
@@ -222,12 +228,13 @@ def store_scores(P, M, sL, sP, sM, lines):
 
 
 @gluon.jit
-def store_values(slam, sr, taken, lines, dv, dbeta, where, T, HV, beta_top, RAW_BETA: gl.constexpr):
+def store_values(slam, sr, taken, lines, dv, dbeta, chunk, T, HV, beta_top, RAW_BETA: gl.constexpr):
     """Stores dv and dbeta."""
-    item, row, start, size, first = where
+    first = chunk.first
     i, c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, K, layout=gl.SliceLayout(0, ROWS))
     lam, b = slam.load(ROWS).to(gl.float32), of_rows(lines, 3, ROWS)
-    line, some = (row.to(gl.int64) * T + start + first + i) * HV + item % HV, first + i < size
+    line = (chunk.row.to(gl.int64) * T + chunk.start + first + i) * HV + chunk.item % HV
+    some = first + i < chunk.size
     gl.store(
         dv + line[:, None] * K + c[None, :], (lam * b).to(dv.dtype.element_ty), mask=some[:, None] & (c >= 0)[None, :]
     )
@@ -278,7 +285,7 @@ def chunk_back(
     q_desc, k_desc, g_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc, dg_desc,
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias, deep, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items,
     q_batch, k_batch, g_batch, do_batch, heads, HV, scale, shift, bound, beta_top,
-    PACKED: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
     DEEP: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times heads. ``deep``: whether items are left to the launch with DEEP, or None if none is.
@@ -302,20 +309,19 @@ def chunk_back(
     full = barriers(3, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    work, results = (items, cu_seqlens, N, T, HV), (dq, dk, dv, dg, dbeta)
-    values, last = (do_desc, u_desc, lam_desc, s_desc), (ds_desc, r_desc, l_desc)
-    keys, of_keys, of_values = (q_desc, k_desc, g_desc), ((q_batch, k_batch, g_batch), heads), (do_batch, heads[3])
+    results = Results(dq, dk, dv, dg, dbeta, dA_log, ddt_bias)
+    values, last = ValueTiles(do_desc, u_desc, lam_desc, s_desc), LastTiles(ds_desc, r_desc, l_desc)
+    keys, of_keys, of_values = KeyTiles(q_desc, k_desc, g_desc), ((q_batch, k_batch, g_batch), heads), (do_batch, heads)
     gdc_wait()  # the kernels before this one have ended, and their results can be read
-    where = next_chunk(gl.program_id(0), work, results, (dA_log, ddt_bias), deep, PACKED, DEEP)
-    if where[0] < items:
-        ask_values(
-            where, values, (sdo1.index(0), su1.index(0), slam1.index(0), ss1.index(0)), full.index(0), of_values, HV
-        )  # fmt: skip
-        ask_last(where[0], last, (sds1.index(0), sr1.index(0), sl1.index(0)), full.index(2))
-        ask_keys(where, keys, (sq1.index(0), sk1.index(0), sg1.index(0)), full.index(1), of_keys, HV)
-        store_factors(load_factors(where[0], vectors, norms, NORM), lines, scale, NORM)
-    t = where[0] * 0
-    while where[0] < items:
+    chunk = next_chunk(gl.program_id(0), items, results, cu_seqlens, N, T, HV, deep, DEEP)
+    if chunk.item < items:
+        tiles = ValueTiles(sdo1.index(0), su1.index(0), slam1.index(0), ss1.index(0))
+        ask_values(chunk, values, tiles, full.index(0), of_values, HV)
+        ask_last(chunk.item, last, LastTiles(sds1.index(0), sr1.index(0), sl1.index(0)), full.index(2))
+        ask_keys(chunk, keys, KeyTiles(sq1.index(0), sk1.index(0), sg1.index(0)), full.index(1), of_keys, HV)
+        store_factors(load_factors(chunk.item, vectors, norms, NORM), lines, scale, NORM)
+    t = chunk.item * 0
+    while chunk.item < items:
         # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over the
         # loop.
         n = t >> 16
@@ -334,41 +340,41 @@ def chunk_back(
         mbarrier.wait(full.index(2), t & 1)  # signalled by the copy engine: dS1, R and L are there
         W = warpgroup_mma(sds.permute([1, 0]), su.permute([1, 0]), wide, use_acc=False, is_async=True)
         taken = store_scores(P, M, sl, sP, sM, lines)
-        store_values(slam, sr, taken, lines, dv, dbeta, where, T, HV, beta_top, RAW_BETA)
+        store_values(slam, sr, taken, lines, dv, dbeta, chunk, T, HV, beta_top, RAW_BETA)
         through = state_sums(ss, sds)
         X, Y, W = warpgroup_mma_wait(0, deps=[X, Y, W])
-        item, row, start, size, first = where
-        where = next_chunk(item + gl.num_programs(0), work, results, (dA_log, ddt_bias), deep, PACKED, DEEP)
+        own, item = chunk, chunk.item
+        chunk = next_chunk(item + gl.num_programs(0), items, results, cu_seqlens, N, T, HV, deep, DEEP)
         barrier()  # all warps of the program: they have read the tiles of the products, and scores are there
-        if where[0] < items:
-            ask_values(where, values, (sdo, su, slam, ss), full.index(0), of_values, HV)
-        factors = load_factors(gl.minimum(where[0], items - 1), vectors, norms, NORM)
+        if chunk.item < items:
+            ask_values(chunk, values, ValueTiles(sdo, su, slam, ss), full.index(0), of_values, HV)
+        factors = load_factors(gl.minimum(chunk.item, items - 1), vectors, norms, NORM)
         rate, bias = load_parameters(A_log, dt_bias, item, HV)
         mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q, k and g are there
-        gate, left_out = (rate, bias, bound), False
+        gate, left_out = HeadGate(rate, bias, bound), False
         if deep is not None and not DEEP:
             left_out = may_be_deep(sg, gate, RAW_GATE)
             gl.store(deep + item, gl.where(left_out, 1, 0))
         if not left_out:
             dA, dbias = chunk_gradients(
                 X, Y, W, through, shift, sq, sk, sg, sP, sM, (sds, sr, sl, sparking), lines,
-                gl.minimum(size - first, C), gate, NORM, RAW_GATE, BOUNDED, DEEP,
+                gl.minimum(own.size - own.first, C), gate, NORM, RAW_GATE, BOUNDED, DEEP,
             )  # fmt: skip
-            store_sums(item, (dA_log, ddt_bias), dA, dbias)
+            store_sums(item, results, dA, dbias)
             fence_async_shared()
         barrier()  # all warps of the program: the gradients are there; they have read lines, scores and parked tiles
-        if where[0] < items:
-            ask_last(where[0], last, (sds, sr, sl), full.index(2))
+        if chunk.item < items:
+            ask_last(chunk.item, last, LastTiles(sds, sr, sl), full.index(2))
         if not left_out:
-            end = row * T + start + size
-            store_box(dq_desc, sq, end, size, first, item % HV * K)
-            store_box(dk_desc, sk, end, size, first, item % HV * K)
-            store_box(dg_desc, sg, end, size, first, item % HV * K)
+            end = own.row * T + own.start + own.size
+            store_box(dq_desc, sq, end, own.size, own.first, item % HV * K)
+            store_box(dk_desc, sk, end, own.size, own.first, item % HV * K)
+            store_box(dg_desc, sg, end, own.size, own.first, item % HV * K)
         store_factors(factors, lines, scale, NORM)
         tma.store_wait(0)  # the copy engine has read the gradients
         barrier()  # all warps of the program: none asks earlier
-        if where[0] < items:
-            ask_keys(where, keys, (sq, sk, sg), full.index(1), of_keys, HV)
+        if chunk.item < items:
+            ask_keys(chunk, keys, KeyTiles(sq, sk, sg), full.index(1), of_keys, HV)
         t += 1
 
 

@@ -15,7 +15,7 @@ from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret,
 from flash_delta.kernels.hopper.device.layouts import BOX, RAGGED, ROWS, C
 from flash_delta.kernels.hopper.device.rings import rate
 from flash_delta.kernels.hopper.device.state_copies import apart_all
-from flash_delta.kernels.hopper.device.work_items import find_run, find_runs
+from flash_delta.kernels.hopper.device.work_items import find_pieces, find_run
 from flash_delta.kernels.hopper.scalar.backward.memory import ERASED, PAIRS, READS, TAKEN
 from flash_delta.kernels.hopper.scalar.backward.state_role import store_by_warp
 
@@ -37,14 +37,11 @@ def row_products(tile, x, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def gradient_role(
-    shared, WIDTH: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, PACKED: gl.constexpr, LINES: gl.constexpr,
-    SEGMENTS: gl.constexpr,
-):  # fmt: skip
-    dq_desc, dk_desc, lines, so1, tiles, bars, work, HV = shared
-    sq, sk, sdo1, _, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
-    kq_full, kq_free, _, _, u_full, s_full, do_full, _, p_ready, dv_ready, mid, g_done = bars
-    T = work[1]
+def gradient_role(dq_desc, dk_desc, tiles, bars, so1, lines, work, HV, GATE: gl.constexpr, LINES: gl.constexpr):
+    """``tiles``: `ChunkTiles`. ``bars``: `BackBarriers`. ``so1``: the ring of dq and dk."""
+    sk, sds1, sdv1, sr = tiles.k, tiles.dS, tiles.dV, tiles.rates
+    WIDTH: gl.constexpr = sk.shape[2]
+    GROUPS: gl.constexpr = WIDTH // 64
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
@@ -53,28 +50,28 @@ def gradient_role(
     wide = gl.zeros([C, WIDTH], gl.float32, WIDE)
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))
     i, j = rows[:, None], gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
-    runs, earlier = find_runs(work, HV, SEGMENTS), 0
-    for r in range(runs[0], runs[1], runs[2]):
-        found = find_run(r, runs, work, HV, PACKED, SEGMENTS, True)
-        hv, row, start, size, token, chunks, chunk = found[:7]
-        row = row * T + start + size
+    pieces, earlier = find_pieces(work, HV), 0
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        hv, _, run = find_run(piece, pieces, work, HV, True)
+        size, chunks = run.size, run.chunks
+        row = run.row * work.T + run.start + size
         gdc_wait()  # the kernels before this one have ended, so that this one may write
         for t in range(earlier, earlier + chunks):
             c = earlier + chunks - 1 - t
             s, ph = t % 2, t & 1
-            z = t >> (16 if SEGMENTS else 30)  # 0, but the compiler does not know this (state_role.py)
-            sdo, ss, su = sdo1.index(z), ss1.index(z), su1.index(z)
-            sp, sl, so = sp1.index(z), sl1.index(z), so1.index(z)
-            box, at = reinterpret(so, ty, [1, 1, C, WIDTH], BOX), RAGGED - size + token + c * C
-            line = lines + ((chunk + c) * HV + hv).to(gl.int64) * (LINES * C)
-            mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
-            q, k = sq.index(s), sk.index(s)
-            mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO is there
-            mbarrier.wait(s_full, ph)  # signalled by the copy engine: S0 is there
-            mbarrier.wait(u_full, ph)  # signalled by the copy engine: U is there
+            z = t >> (30 if work.length is None else 16)  # 0, but the compiler does not know this (state_role.py)
+            sdo, ss, su = tiles.v.index(z), tiles.S.index(z), tiles.U.index(z)
+            sp, sl, so = tiles.P.index(z), tiles.L.index(z), so1.index(z)
+            box, at = reinterpret(so, ty, [1, 1, C, WIDTH], BOX), RAGGED - size + run.token + c * C
+            line = lines + ((run.chunk + c) * HV + hv).to(gl.int64) * (LINES * C)
+            mbarrier.wait(bars.kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
+            q, k = tiles.q.index(s), sk.index(s)
+            mbarrier.wait(bars.do_full, ph)  # signalled by the copy engine: dO is there
+            mbarrier.wait(bars.s_full, ph)  # signalled by the copy engine: S0 is there
+            mbarrier.wait(bars.u_full, ph)  # signalled by the copy engine: U is there
             dP = warpgroup_mma(sdo, su.permute([1, 0]), zero, use_acc=False, is_async=True)
             dq = warpgroup_mma(sdo, ss, wide, use_acc=False, is_async=True)
-            mbarrier.wait(p_ready, ph)  # signalled by the state groups: P and L are there
+            mbarrier.wait(bars.p_ready, ph)  # signalled by the state groups: P and L are there
             dP, dq = warpgroup_mma_wait(1, deps=[dP, dq])
             if GATE:
                 X = dP * sp.load(ROWS).to(gl.float32)
@@ -84,7 +81,7 @@ def gradient_role(
             if GATE:
                 reads = row_products(q, dq, WIDTH)
             dq = warpgroup_mma(gl.convert_layout(dP, wide_operand), k, dq, is_async=True)
-            mbarrier.wait(dv_ready, ph)  # signalled by the state groups: dV is there, and they have read P
+            mbarrier.wait(bars.dv_ready, ph)  # signalled by the state groups: dV is there, and they have read P
             M = warpgroup_mma(sdv1.index(z), su.slice(0, 64, 1).permute([1, 0]), zero, use_acc=False, is_async=True)
             for g in gl.static_range(1, GROUPS):
                 M = warpgroup_mma(sdv1.index(z + g), su.slice(64 * g, 64, 1).permute([1, 0]), M, is_async=True)
@@ -136,9 +133,9 @@ def gradient_role(
             dk = warpgroup_mma(sl.permute([1, 0]), k, dk, is_async=True)
             dk = warpgroup_mma(sl, k, dk, is_async=True)
             dk = warpgroup_mma_wait(3, deps=[dk])
-            mbarrier.arrive(mid, count=1)
+            mbarrier.arrive(bars.mid, count=1)
             dk = warpgroup_mma_wait(0, deps=[dk])
-            mbarrier.arrive(g_done, count=1)
+            mbarrier.arrive(bars.g_done, count=1)
             if not GATE:
                 tma.store_wait(0)  # the copy engine has read dq
             barrier()  # all warps of this role: none writes earlier, or while others multiply by the ones
@@ -146,6 +143,6 @@ def gradient_role(
             fence_async_shared()
             barrier()  # all warps of this role: dk is whole in shared memory
             tma_store(dk_desc, (RAGGED, row, at, hv * WIDTH), box)
-            mbarrier.arrive(kq_free.index(s), count=1)
+            mbarrier.arrive(bars.kq_free.index(s), count=1)
         earlier += chunks
     tma.store_wait(0)

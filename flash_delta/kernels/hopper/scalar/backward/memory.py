@@ -1,5 +1,6 @@
 """The tensors that the kernels of the backward pass pass to each other."""
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,11 @@ FIXED = gl.constexpr(7)  # the number of lines so far. Then every 64 value colum
 WRITES = gl.constexpr(0)  # four of them, one per warp: <dU, U>, with the part of dU that comes from dS1
 THROUGH = gl.constexpr(4)  # <S0, dS1>, one number per value column
 GROUP = gl.constexpr(5)
+
+# Barriers of `scan_gradients`, whose docstring says who completes them. The first two are rings.
+BackBarriers = namedtuple(
+    "BackBarriers", "kq_full kq_free a_full u_full s_full do_full a_free do_free p_ready dv_ready mid g_done"
+)
 
 
 def count_lines(V: int) -> int:

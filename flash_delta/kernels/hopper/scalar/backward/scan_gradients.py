@@ -43,16 +43,18 @@ from flash_delta.kernels.hopper.device.gluon_compat import barrier, tma_load
 from flash_delta.kernels.hopper.device.inverse_tiles import BYTES, fine, load_inverse, tiles_in
 from flash_delta.kernels.hopper.device.layouts import HALF, TILE, C
 from flash_delta.kernels.hopper.device.layouts import LINES as LINE
+from flash_delta.kernels.hopper.device.load_role import ChunkTiles
 from flash_delta.kernels.hopper.device.rings import barriers, end_barriers, load_box, load_rates
 from flash_delta.kernels.hopper.device.segment_bounds import count_left, find_chunks, place
-from flash_delta.kernels.hopper.device.work_items import enter, find_run, find_runs
+from flash_delta.kernels.hopper.device.work_items import Work, enter, find_pieces, find_run
 from flash_delta.kernels.hopper.plans import boxes
 from flash_delta.kernels.hopper.plans.tape import Tape
 from flash_delta.kernels.hopper.plans.tiles import FIND_ENDS, FINE_SCAN_GRADIENTS, SCAN_GRADIENTS
 from flash_delta.kernels.hopper.scalar.backward.gradient_role import gradient_role
-from flash_delta.kernels.hopper.scalar.backward.memory import GradientLines, count_lines
+from flash_delta.kernels.hopper.scalar.backward.memory import BackBarriers, GradientLines, count_lines
 from flash_delta.kernels.hopper.scalar.backward.state_role import state_role
 from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan
+from flash_delta.kernels.hopper.scalar.segments.roles import StateDescriptors
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
@@ -61,19 +63,18 @@ from flash_delta.problem import Inputs
 
 
 @gluon.jit
-def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr, SEGMENTS: gl.constexpr):
-    descs, tiles, bars, work, strides, left, HV = given
-    q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc = descs
-    sq, sk, sdo1, sa, ss1, su1, _, _, _, _, sr = tiles
-    kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, _, _, mid, _ = bars
-    batches, heads, group = strides
+def load_back(descs, tiles, bars, batches, heads, group, left, work, HV):
+    """Loads tiles. ``bars``: `BackBarriers`. The others are as in `load_role`."""
+    sa, kq_full = tiles.A, bars.kq_full
+    GRADIENTS: gl.constexpr = descs.S is not None
+    WIDTH: gl.constexpr = tiles.k.shape[2]
     ROW: gl.constexpr = C * WIDTH * 2
     KEYS: gl.constexpr = 2 * ROW + 8 * C * 4
     STATE: gl.constexpr = WIDTH * WIDTH * 2
-    runs, earlier = find_runs(work, HV, SEGMENTS), 0
-    for r in range(runs[0], runs[1], runs[2]):
-        found = find_run(r, runs, work, HV, PACKED, SEGMENTS, True)
-        hv, row, start, size, token, chunks, chunk = found[:7]
+    pieces, earlier = find_pieces(work, HV), 0
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        hv, _, run = find_run(piece, pieces, work, HV, True)
+        row, start, size, chunks = run.row, run.start, run.size, run.chunks
         h = hv // group
         if not GRADIENTS:
             chunks = gl.minimum(chunks, left)
@@ -81,26 +82,28 @@ def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
         for t in range(earlier, earlier + chunks):
             c = earlier + chunks - 1 - t
             s, ph = t % 2, t & 1
-            z = t >> (16 if SEGMENTS else 30)  # 0 (state_role.py)
-            at, index = token + c * C, (chunk + c) * HV + hv
+            z = t >> (30 if work.length is None else 16)  # 0 (state_role.py)
+            at, index = run.token + c * C, (run.chunk + c) * HV + hv
             # Signalled by all roles that compute: they have read q, k and rates.
-            mbarrier.wait(kq_free.index(s), ((t // 2) & 1) ^ 1)
+            mbarrier.wait(bars.kq_free.index(s), ((t // 2) & 1) ^ 1)
             mbarrier.expect(kq_full.index(s), KEYS)
-            load_box(k_desc, row * batches[1] + start, size, at, h * heads[1], kq_full.index(s), sk.index(s), WIDTH)
-            load_box(q_desc, row * batches[0] + start, size, at, h * heads[0], kq_full.index(s), sq.index(s), WIDTH)
-            load_rates(r_desc, index, kq_full.index(s), sr, s)
-            mbarrier.wait(a_free, ph ^ 1)  # signalled by the state groups: they have read A
-            mbarrier.expect(a_full, BYTES * sa.shape[0])
-            load_inverse(a_desc, index, a_full, tiles_in(sa, z, sa.shape[0] == 3), sa.shape[0] == 3)
+            k_row, q_row, full = row * batches.k + start, row * batches.q + start, kq_full.index(s)
+            load_box(descs.k, k_row, size, at, h * heads.k, full, tiles.k.index(s), WIDTH)
+            load_box(descs.q, q_row, size, at, h * heads.q, full, tiles.q.index(s), WIDTH)
+            load_rates(descs.rates, index, full, tiles.rates, s)
+            mbarrier.wait(bars.a_free, ph ^ 1)  # signalled by the state groups: they have read A
+            mbarrier.expect(bars.a_full, BYTES * sa.shape[0])
+            load_inverse(descs.A, index, bars.a_full, tiles_in(sa, z, sa.shape[0] == 3), sa.shape[0] == 3)
             if GRADIENTS:
-                mbarrier.wait(mid, ph ^ 1)  # signalled by all roles that compute: they have read S0 and U
-                mbarrier.expect(s_full, STATE)
-                tma_load(s_desc, [index * WIDTH, 0], s_full, ss1.index(z))
-                mbarrier.expect(u_full, ROW)
-                tma_load(u_desc, [index * C, 0], u_full, su1.index(z))
-            mbarrier.wait(do_free, ph ^ 1)  # signalled by the state groups: they have read dO
-            mbarrier.expect(do_full, ROW)
-            load_box(do_desc, row * batches[2] + start, size, at, hv * heads[2], do_full, sdo1.index(z), WIDTH)
+                mbarrier.wait(bars.mid, ph ^ 1)  # signalled by all roles that compute: they have read S0 and U
+                mbarrier.expect(bars.s_full, STATE)
+                tma_load(descs.S, [index * WIDTH, 0], bars.s_full, tiles.S.index(z))
+                mbarrier.expect(bars.u_full, ROW)
+                tma_load(descs.U, [index * C, 0], bars.u_full, tiles.U.index(z))
+            mbarrier.wait(bars.do_free, ph ^ 1)  # signalled by the state groups: they have read dO
+            mbarrier.expect(bars.do_full, ROW)
+            do_row = row * batches.v + start
+            load_box(descs.v, do_row, size, at, hv * heads.v, bars.do_full, tiles.v.index(z), WIDTH)
         earlier += chunks
 
 
@@ -108,7 +111,7 @@ def load_back(given, WIDTH: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.co
 def scan_gradients(
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc, dq_desc, dk_desc, dv_desc, after, start_desc, handed,
     tape, lines, rates, cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, group, HV,
-    WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, GATE: gl.constexpr,
+    WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, GATE: gl.constexpr,
     GRADIENTS: gl.constexpr, LINES: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``after``: the gradient of the states at the ends of segments with ENDS, otherwise at the ends of sequences.
@@ -116,7 +119,6 @@ def scan_gradients(
     gdc_launch_dependents()
     GROUPS: gl.constexpr = WIDTH // 64
     READERS: gl.constexpr = GROUPS + 1 if GRADIENTS else GROUPS
-    SEGMENTS: gl.constexpr = tape is None
     ty: gl.constexpr = k_desc.dtype
     sq = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
     sk = gl.allocate_shared_memory(ty, [2, C, WIDTH], TILE)
@@ -135,60 +137,57 @@ def scan_gradients(
     kq_full, kq_free = barriers(2, 1), barriers(2, READERS)
     full, by_states, mid = barriers(4, 1), barriers(4, GROUPS), barriers(1, READERS)
     g_done = barriers(1, 1 if GRADIENTS else GROUPS)
-    made, sbar, sbar2 = (kq_full, kq_free, full, by_states, mid, g_done), None, None
+    sbar, sbar2 = None, None
     if after is not None or tape is not None:
         sbar = barriers(GROUPS, 1)
-        made += (sbar,)
         if GROUPS == 2:
             sbar2 = barriers(GROUPS, 1)
-            made += (sbar2,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    tiles = (sq, sk, sdo, sa, ss, su, sds, sdv, sp, sl, sr)
-    bars = (
-        kq_full, kq_free, full.index(0), by_states.index(0), full.index(1), full.index(2), full.index(3),
+    tiles = ChunkTiles(sq, sk, sdo, sr, sa, sp, None, ss, su, sds, sdv, sl)
+    bars = BackBarriers(
+        kq_full, kq_free, full.index(0), full.index(1), full.index(2), full.index(3), by_states.index(0),
         by_states.index(1), by_states.index(2), by_states.index(3), mid.index(0), g_done.index(0),
     )  # fmt: skip
-    work, strides = (cu_seqlens, T, length, N), ((q_batch, k_batch, do_batch), heads, group)
+    work = Work(cu_seqlens, T, N, length=length)
     if tape is not None:
-        u, _ = enter(tape)
-        work = (cu_seqlens, T, N * HV, None, (tape, u))
-    descs = (q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc)
+        program, _ = enter(tape)
+        work = Work(cu_seqlens, T, N * HV, tape=tape, program=program)
+    descs = ChunkTiles(q_desc, k_desc, do_desc, r_desc, a_desc, S=s_desc, U=u_desc)
+    batches, heads = ChunkTiles(q_batch, k_batch, do_batch), ChunkTiles(*heads)
     left = gl.program_id(0) * 0
     if not GRADIENTS:
         gdc_wait()  # `rates` has ended, and its results can be read
-        _, _, _, _, _, chunks, chunk, number, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-        if number > 0:
-            left = count_left(rates, place(HV)[1], HV, chunk, chunks, False)
-    state = (dv_desc, after, start_desc, handed, lines, tiles, bars, work, left, HV)
-    gradient = (dq_desc, dk_desc, lines, so, tiles, bars, work, HV)
-    loads = (descs, tiles, bars, work, strides, left, HV)
+        run = find_chunks(work, HV)
+        if run.number > 0:
+            left = count_left(rates, run, place(HV)[1], HV, False)
+    states = StateDescriptors(after, start_desc, handed)
     # The first role gets the registers that the others do not ask for.
     if GRADIENTS and GROUPS == 2:
         gl.warp_specialize([
-            (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES, SEGMENTS)),
-            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES, SEGMENTS)),
-            (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES, SEGMENTS)),
-            (load_back, (loads, WIDTH, True, PACKED, SEGMENTS)),
+            (gradient_role, (dq_desc, dk_desc, tiles, bars, so, lines, work, HV, GATE, LINES)),
+            (state_role, (sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES)),
+            (state_role, (sbar2, dv_desc, states, tiles, bars, lines, left, work, HV, 1, ENDS, V_FIRST, GATE, LINES)),
+            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     elif GRADIENTS:
         gl.warp_specialize([
-            (gradient_role, (gradient, WIDTH, GROUPS, GATE, PACKED, LINES, SEGMENTS)),
-            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, True, PACKED, LINES, SEGMENTS)),
-            (load_back, (loads, WIDTH, True, PACKED, SEGMENTS)),
+            (gradient_role, (dq_desc, dk_desc, tiles, bars, so, lines, work, HV, GATE, LINES)),
+            (state_role, (sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES)),
+            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES, True)),
-            (state_role, (sbar2, state, 1, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES, True)),
-            (load_back, (loads, WIDTH, False, PACKED, True)),
+            (state_role, (sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES)),
+            (state_role, (sbar2, dv_desc, states, tiles, bars, lines, left, work, HV, 1, ENDS, V_FIRST, GATE, LINES)),
+            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_role, (sbar, state, 0, WIDTH, GROUPS, ENDS, V_FIRST, GATE, False, PACKED, LINES, True)),
-            (load_back, (loads, WIDTH, False, PACKED, True)),
+            (state_role, (sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES)),
+            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV)),
         ], [1], [24])  # fmt: skip
-    end_barriers(made)
+    end_barriers((kq_full, kq_free, full, by_states, mid, g_done), sbar, sbar2)
 
 
 def run_scan_gradients(

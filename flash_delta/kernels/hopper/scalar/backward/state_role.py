@@ -17,7 +17,7 @@ from flash_delta.kernels.hopper.device.inverse_tiles import halves, is_fine, til
 from flash_delta.kernels.hopper.device.layouts import BOX, NARROW_ROWS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.device.rings import rate
 from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state, store_state
-from flash_delta.kernels.hopper.device.work_items import find_run, find_runs
+from flash_delta.kernels.hopper.device.work_items import find_pieces, find_run
 from flash_delta.kernels.hopper.scalar.backward.memory import FIXED, GROUP, THROUGH, WRITES
 
 
@@ -58,26 +58,27 @@ def through_state(dS, before, v: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def state_role(
-    sbar, shared, g: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr, ENDS: gl.constexpr,
-    V_FIRST: gl.constexpr, GATE: gl.constexpr, GRADIENTS: gl.constexpr, PACKED: gl.constexpr, LINES: gl.constexpr,
-    SEGMENTS: gl.constexpr,
+    sbar, dv_desc, descs, tiles, bars, lines, left, work, HV, g: gl.constexpr, ENDS: gl.constexpr,
+    V_FIRST: gl.constexpr, GATE: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
-    """State group g, which has 64 value columns."""
-    dv_desc, after, start_desc, handed, lines, tiles, bars, work, left, HV = shared
-    sq, sk, sdo1, sa, ss1, su1, sds1, sdv1, sp1, sl1, sr = tiles
-    kq_full, kq_free, a_full, a_free, u_full, s_full, do_full, do_free, p_ready, dv_ready, mid, g_done = bars
-    T, share = work[1], None if SEGMENTS else work[4]
+    """State group g, which has 64 value columns. ``descs``: `StateDescriptors`. ``tiles``: `ChunkTiles`. ``bars``:
+    `BackBarriers`."""
+    sk, sa, sds1, sr, after, start_desc = tiles.k, tiles.A, tiles.dS, tiles.rates, descs.initial, descs.final
+    kq_full, p_ready, mid, g_done = bars.kq_full, bars.p_ready, bars.mid, bars.g_done
+    GRADIENTS: gl.constexpr = dv_desc is not None
+    WIDTH: gl.constexpr = sk.shape[2]
+    GROUPS: gl.constexpr = WIDTH // 64
     FINE: gl.constexpr = sa.shape[0] == 3
     v: gl.constexpr = 64 * g
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    runs, earlier = find_runs(work, HV, SEGMENTS), 0
-    for r in range(runs[0], runs[1], runs[2]):
-        found = find_run(r, runs, work, HV, PACKED, SEGMENTS, True)
-        hv, row, start, size, token, chunks, chunk, n, slot, number, last = found
-        row = row * T + start + size
+    pieces, earlier = find_pieces(work, HV), 0
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        hv, slot, run = find_run(piece, pieces, work, HV, True)
+        n, size, chunks, number, last = run.n, run.size, run.chunks, run.number, run.last
+        row = run.row * work.T + run.start + size
         own = sds1.index(g)  # [64, WIDTH]: whole states are also copied through it
         copies = reinterpret(own, ty, [WIDTH // 64, 64, 64], TILE)
         needed, faded = chunks > 0, chunks * 0 > 0
@@ -88,16 +89,16 @@ def state_role(
         gdc_wait()  # the kernels before this one have ended, so that this one may read their results and write
         if (chunks > 0) | last:
             dS = gl.zeros([64, WIDTH], gl.float32, WIDE)
-            if share is not None:
+            if work.tape is not None:
                 mbarrier.wait(mid, (earlier & 1) ^ 1)  # signalled by all: they have read the last dS
             if ENDS:
                 dS = load_state(after, None, (slot * HV + hv) * WIDTH, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE)
             elif after is not None and (last & ~faded):
                 dS = load_state(after, None, (n * HV + hv) * WIDTH, v, copies, sbar, WIDTH, V_FIRST, WIDTH // 64, WIDE)
-            if share is not None and not last:
-                lost = take_over(flag_of(share, share[1] - 1, g), share)
-                left_at = (share[1] - 1) * WIDTH
-                dS = load_state(handed, None, left_at, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE) + lost
+            if work.tape is not None and not last:
+                lost = take_over(flag_of(work, work.program - 1, g), work)
+                left_at = (work.program - 1) * WIDTH
+                dS = load_state(descs.handed, None, left_at, v, copies, sbar, WIDTH, True, WIDTH // 64, WIDE) + lost
             if GRADIENTS and start_desc is not None and ((chunks == 0) & (number == 0)):
                 store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)
             for t in range(earlier, earlier + chunks):
@@ -105,12 +106,12 @@ def state_role(
                 s, ph = t % 2, t & 1
                 # 0, but the compiler does not know this. Otherwise it would keep the tiles' addresses in registers over
                 # the loop.
-                z = t >> (16 if SEGMENTS else 30)
-                sdo, sds, sp, sl = sdo1.index(z), sds1.index(z + g), sp1.index(z), sl1.index(z)
+                z = t >> (30 if work.length is None else 16)
+                sdo, sds, sp, sl = tiles.v.index(z), sds1.index(z + g), tiles.P.index(z), tiles.L.index(z)
                 if GRADIENTS:
-                    ss, su, sdv = ss1.index(z), su1.index(z), sdv1.index(z + g)
+                    ss, su, sdv = tiles.S.index(z), tiles.U.index(z), tiles.dV.index(z + g)
                 mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
-                q, k = sq.index(s), sk.index(s)
+                q, k = tiles.q.index(s), sk.index(s)
                 for m in gl.static_range(2 // GROUPS):
                     store_scores(q, k, sp, sl, sr, s, g_done, ph, v // 2 + 32 * m, GRADIENTS)
                 fence_async_shared()
@@ -121,23 +122,23 @@ def state_role(
                 fence_async_shared()
                 barrier()  # all warps of this state group: dS is whole in shared memory
                 dU = warpgroup_mma(sds, k.permute([1, 0]), zero, use_acc=False, is_async=True)
-                mbarrier.wait(do_full, ph)  # signalled by the copy engine: dO is there
+                mbarrier.wait(bars.do_full, ph)  # signalled by the copy engine: dO is there
                 mbarrier.wait(p_ready, ph)  # signalled by the state groups: P is whole
                 dU = warpgroup_mma_wait(0, deps=[dU])
                 dU *= rate(sr, s, 6).load(ROWS)
                 at = lines
                 if GRADIENTS and GATE:
-                    at = lines + (((chunk + c) * HV + hv).to(gl.int64) * LINES + FIXED + GROUP * g) * C
-                    mbarrier.wait(u_full, ph)  # signalled by the copy engine: U is there
+                    at = lines + (((run.chunk + c) * HV + hv).to(gl.int64) * LINES + FIXED + GROUP * g) * C
+                    mbarrier.wait(bars.u_full, ph)  # signalled by the copy engine: U is there
                     writes = dU * su.slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
                     store_by_warp(at + WRITES * C, writes)
                 dU = warpgroup_mma(sdo.slice(v, 64, 1).permute([1, 0]), sp, dU, is_async=True)
                 dU = warpgroup_mma_wait(0, deps=[dU])
                 if not GRADIENTS:
                     mbarrier.arrive(g_done, count=1)
-                mbarrier.wait(a_full, ph)  # signalled by the copy engine: A is there
+                mbarrier.wait(bars.a_full, ph)  # signalled by the copy engine: A is there
                 dV = times_inverse_back(halves(dU.to(ty)), tiles_in(sa, z, FINE), is_fine(sr, s, FINE))
-                mbarrier.arrive(a_free, count=1)
+                mbarrier.arrive(bars.a_free, count=1)
                 dV *= rate(sr, s, 3).load(ROWS)
                 erased = (dV * rate(sr, s, 4).load(ROWS)).to(ty)
                 if GRADIENTS:
@@ -146,11 +147,11 @@ def state_role(
                     sdv.permute([1, 0]).store(dV.to(ty))
                     fence_async_shared()
                     barrier()  # all warps of this state group: dV is whole
-                    mbarrier.arrive(dv_ready, count=1)
-                    box, place_in = reinterpret(sdv, ty, [1, 1, C, 64], BOX), RAGGED - size + token + c * C
+                    mbarrier.arrive(bars.dv_ready, count=1)
+                    box, place_in = reinterpret(sdv, ty, [1, 1, C, 64], BOX), RAGGED - size + run.token + c * C
                     tma_store(dv_desc, (RAGGED, row, place_in, hv * WIDTH + v), box)
                     if GATE:
-                        mbarrier.wait(s_full, ph)  # signalled by the copy engine: S0 is there
+                        mbarrier.wait(bars.s_full, ph)  # signalled by the copy engine: S0 is there
                         i = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))
                         gl.store(at + THROUGH * C + i, through_state(dS, ss, v, WIDTH))
                     mbarrier.arrive(mid, count=1)
@@ -158,15 +159,15 @@ def state_role(
                 dS = warpgroup_mma(gl.convert_layout(erased, wide_operand), k, dS, is_async=True)
                 dS = warpgroup_mma_wait(0, deps=[dS])
                 reads = sdo.slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32) * rate(sr, s, 5).load(ROWS)
-                mbarrier.arrive(do_free, count=1)
+                mbarrier.arrive(bars.do_free, count=1)
                 dS = warpgroup_mma(gl.convert_layout(reads.to(ty), wide_operand), q, dS, is_async=True)
                 dS = warpgroup_mma_wait(0, deps=[dS])
-                mbarrier.arrive(kq_free.index(s), count=1)
+                mbarrier.arrive(bars.kq_free.index(s), count=1)
                 # This is inside the loop because of Triton 3.9. After the loop, ptxas would serialise all products.
-                if share is not None and ((c == 0) & (number > 0)):
+                if work.tape is not None and ((c == 0) & (number > 0)):
                     mbarrier.wait(mid, ph)  # signalled by all: they have read the last dS
-                    store_state(handed, dS, None, share[1] * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
-                    hand_over(flag_of(share, share[1], g))
+                    store_state(descs.handed, dS, None, work.program * WIDTH, v, copies, WIDTH, True, WIDTH // 64)
+                    hand_over(flag_of(work, work.program, g))
                 if GRADIENTS and start_desc is not None and ((c == 0) & (number == 0)):
                     mbarrier.wait(mid, ph)  # signalled by all: they have read the last dS
                     store_state(start_desc, dS, None, (n * HV + hv) * WIDTH, v, copies, WIDTH, V_FIRST, WIDTH // 64)

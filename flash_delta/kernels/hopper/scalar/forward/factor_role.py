@@ -21,12 +21,14 @@ from flash_delta.kernels.hopper.device.work_items import find_piece, find_pieces
 
 @gluon.jit
 def factor_role(
-    sD, shared, which: gl.constexpr, HV: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr,
-    NS: gl.constexpr, NX: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    a_desc, tiles, bars, work, w = shared
-    sq, sk, sr, sa, sp = tiles
-    full, xfull, done = bars
+    sD, a_desc, tiles, bars, work, w, HV: gl.constexpr, which: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr
+):
+    """Factors every chunk whose number is ``which``, modulo FACTORS. ``tiles``: `ChunkTiles`. ``bars``: `Barriers`. sD:
+    as in `invert`."""
+    sq, sk, sr, sa, sp = tiles.q, tiles.k, tiles.rates, tiles.A, tiles.P
+    full, done = bars.full, bars.done
+    NS: gl.constexpr = sk.shape[0]
+    NX: gl.constexpr = sp.shape[0]
     FINE: gl.constexpr = sa.shape[0] == 3 * NX
     ty: gl.constexpr = sk.dtype
     i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
@@ -34,9 +36,9 @@ def factor_role(
     zero = gl.zeros([C, C], gl.float32, ROWS)
     first = 0
     pieces = find_pieces(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        _, n, hv, start, _, first_token, end = find_piece(piece, pieces, work, HV, PACKED)
-        chunks = (end - first_token + C - 1) // C
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        own = find_piece(piece, pieces, work, HV)
+        chunks = (own.end - own.begin + C - 1) // C
         begin = (which + FACTORS - first % FACTORS) % FACTORS
         s = (first + begin) % NS
         # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.
@@ -64,12 +66,12 @@ def factor_role(
             fine = is_fine(sr, s, FINE)
             put_inverse(A, diagonal, below, fine)
             fence_async_shared()
-            mbarrier.arrive(xfull.index(x), count=1)
+            mbarrier.arrive(bars.A_full.index(x), count=1)
             if a_desc is not None:
                 barrier()  # all warps of this factor group: A is whole in shared memory
                 if w == 0:  # two programs may scan the same state, and one of them writes
-                    slot = first_slot(n, start, work[1], PACKED) + first_token // C + c
-                    store_inverse(a_desc, slot * HV + hv, A, fine)
+                    slot = first_slot(own.n, own.start, work.T, work.cu_seqlens is not None) + own.begin // C + c
+                    store_inverse(a_desc, slot * HV + own.hv, A, fine)
             # Starts the scores of this group's next chunk. After the last chunk they come from old tiles, unused.
             later = t + FACTORS
             # Signalled by the copy engine, and by the rate role if it makes rates: k, q and rates are there.

@@ -43,16 +43,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper.device import checkpoints
-from flash_delta.kernels.hopper.device.checkpoints import checkpoint_arguments, find_checkpoint, find_offset
+from flash_delta.kernels.hopper.device.checkpoints import Checkpoints, checkpoint_values, find_checkpoint, find_offset
 from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.device.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.device.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.device.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
-from flash_delta.kernels.hopper.device.load_role import load_role
+from flash_delta.kernels.hopper.device.load_role import ChunkTiles, load_role
 from flash_delta.kernels.hopper.device.rings import barriers, end_barriers, rate
 from flash_delta.kernels.hopper.device.segment_bounds import first_slot
 from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state, send, store_state, store_through
-from flash_delta.kernels.hopper.device.work_items import ends, enter, find_part, find_piece, find_pieces
+from flash_delta.kernels.hopper.device.work_items import Work, ends, enter, find_part, find_piece, find_pieces
 from flash_delta.kernels.hopper.plans.boxes import (
     handed_by,
     inverses,
@@ -69,6 +69,7 @@ from flash_delta.kernels.hopper.plans.tiles import NARROW, LoopTile, Pace, count
 from flash_delta.kernels.hopper.scalar.forward.factor_role import factor_role
 from flash_delta.kernels.hopper.scalar.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts
+from flash_delta.kernels.hopper.scalar.segments.roles import Barriers, StateDescriptors
 from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
@@ -89,15 +90,20 @@ def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
 
 @gluon.jit
 def state_role(
-    so, sbar, shared, v: gl.constexpr, HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr,
-    V_FIRST: gl.constexpr, READS: gl.constexpr, SAVE: gl.constexpr, NS: gl.constexpr,
-    NX: gl.constexpr, NV: gl.constexpr, PACKED: gl.constexpr,
+    so, sbar, descs, tiles, bars, checkpoints, work, w, v: gl.constexpr, HV: gl.constexpr,
+    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr,
 ):  # fmt: skip
-    o_desc, tiles, bars, initial, final, handed, saved, kept, work, w = shared
-    sq, sk, sv, sr, sa, sp = tiles
+    """Carries 64 value columns of the state, from column w + v on. ``descs``: `StateDescriptors`. ``tiles``:
+    `ChunkTiles`. ``bars``: `Barriers`. ``checkpoints``: `Checkpoints`."""
+    sq, sk, sv, sr, sa, sp = tiles.q, tiles.k, tiles.v, tiles.rates, tiles.A, tiles.P
+    full, vfull, pfull, initial = bars.full, bars.v_full, bars.P_full, descs.initial
+    T = work.T
+    NS: gl.constexpr = sk.shape[0]
+    NV: gl.constexpr = sv.shape[0]
+    NX: gl.constexpr = sp.shape[0]
+    WIDTH: gl.constexpr = sk.shape[2]
     FINE: gl.constexpr = sa.shape[0] == 3 * NX
-    full, vfull, xfull, pfull, done = bars
-    T, pool, share = work[1], work[3], work[4]
+    SAVE: gl.constexpr = descs.states is not None
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
@@ -109,34 +115,36 @@ def state_role(
     zero = gl.zeros([64, C], gl.float32, ROWS)
     t = 0
     pieces = find_pieces(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        item, n, hv, start, length, begin, end = find_piece(piece, pieces, work, HV, PACKED)
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        own = find_piece(piece, pieces, work, HV)
+        n, hv, start, length, begin, end = own.n, own.hv, own.start, own.size, own.begin, own.end
         S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
-        if pool is not None:
-            first, last = ends(item, pool, HV)
+        if work.prompts is not None:
+            first, last = ends(own.item, work, HV)
         stop = length
-        if pool is not None and len(pool) > 3:
-            own, stop, before = find_part(item, pool, length, HV)
+        if work.cuts is not None:
+            starts, stop, before = find_part(own.item, work, HV, length)
             lost = 0.0
-            if share is not None and begin > own:
-                before = share[1] - 1
-                lost = take_over(flag_of(share, before, (w + v) // 64), share)
+            if work.tape is not None and begin > starts:
+                before = work.program - 1
+                lost = take_over(flag_of(work, before, (w + v) // 64), work)
             if before >= 0:
-                S = load_state(handed, None, before * WIDTH, w + v, so, sbar, WIDTH, True, BUFFERS, WIDE_ROWS) + lost
+                at = before * WIDTH
+                S = load_state(descs.handed, None, at, w + v, so, sbar, WIDTH, True, BUFFERS, WIDE_ROWS) + lost
             else:
                 S = load_state(initial, first, hv * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
-        elif share is not None and begin > 0:
-            lost = take_over(flag_of(share, share[1] - 1, (w + v) // 64), share)
-            before = (share[1] - 1) * WIDTH
-            S = load_state(handed, None, before, w + v, so, sbar, WIDTH, True, BUFFERS, WIDE_ROWS) + lost
-        elif pool is not None:
+        elif work.tape is not None and begin > 0:
+            lost = take_over(flag_of(work, work.program - 1, (w + v) // 64), work)
+            before = (work.program - 1) * WIDTH
+            S = load_state(descs.handed, None, before, w + v, so, sbar, WIDTH, True, BUFFERS, WIDE_ROWS) + lost
+        elif work.prompts is not None:
             S = load_state(initial, first, hv * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
         elif INITIAL:
-            S = load_state(initial, None, item * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
+            S = load_state(initial, None, own.item * WIDTH, w + v, so, sbar, WIDTH, V_FIRST, BUFFERS, WIDE_ROWS)
         row = start + length
-        if not PACKED:
+        if work.cu_seqlens is None:
             row += n * T
-        offset = find_offset(kept, n, length)
+        offset = find_offset(checkpoints, n, length)
         for token in range(begin, end, C):
             s, x = t % NS, t % NX
             sb = gl.convert_layout(S.to(ty), operand)
@@ -145,18 +153,18 @@ def state_role(
             E = warpgroup_mma(sb, sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             O = warpgroup_mma(sb, sq.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
             if SAVE:
-                head = (first_slot(n, start, T, PACKED) + token // C) * HV + hv
+                head = (first_slot(n, start, T, work.cu_seqlens is not None) + token // C) * HV + hv
                 parts = apart_all(S.to(ty), PARTS)
                 for m in gl.static_range(PARTS):
                     part = gl.convert_layout(parts[m], ROWS)
-                    send(saved[0], part, head * WIDTH + w + v, 64 * m, so, t * SENT + m, NO, False)
+                    send(descs.states, part, head * WIDTH + w + v, 64 * m, so, t * SENT + m, NO, False)
             mbarrier.wait(vfull.index(t % NV), (t // NV) & 1)  # signalled by the copy engine: v is there
             E, O = warpgroup_mma_wait(0 if READS else 1, deps=[E, O])
             R = sv.index(t % NV).slice(v, 64, 1).permute([1, 0]).load(ROWS).to(gl.float32)
             R = R + E * rate(sr, s, 4).load(ROWS)
             R *= rate(sr, s, 3).load(ROWS)
             R, A, fine = halves(R.to(ty)), tiles_in(sa, x, FINE), is_fine(sr, s, FINE)
-            mbarrier.wait(xfull.index(x), (t // NX) & 1)  # signalled by the factor group: A, and P without READS
+            mbarrier.wait(bars.A_full.index(x), (t // NX) & 1)  # signalled by the factor group: A, and P without READS
             U, U2 = times_inverse(R, A)
             U, U2, O = warpgroup_mma_wait(3, deps=[U, U2, O])
             O *= rate(sr, s, 5).load(ROWS)
@@ -177,29 +185,29 @@ def state_role(
                 mbarrier.wait(pfull.index(x), (t // NX) & 1)  # signalled by both state groups: P is whole
             O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
             if SAVE:
-                send(saved[1], read, head * C, w + v, so, t * SENT + PARTS, NO, True)
+                send(descs.U, read, head * C, w + v, so, t * SENT + PARTS, NO, True)
             O, S = warpgroup_mma_wait(0, deps=[O, S])
             tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
-            mbarrier.arrive(done.index(s), count=1)
+            mbarrier.arrive(bars.done.index(s), count=1)
             out = so.index((t * SENT + SENT - 1) % NO)
             box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
-            store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
+            store_through(out, box, descs.o, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
             t += 1
-            if kept is not None:
-                slot = find_checkpoint(kept, n, token + C, length, offset)
+            if checkpoints.table is not None:
+                slot = find_checkpoint(checkpoints, n, token + C, length, offset)
                 if slot >= 0:
                     store_state(initial, S, slot, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
-        if share is not None and end < stop:
-            store_state(handed, S, None, share[1] * WIDTH, w + v, so, WIDTH, True, BUFFERS)
-            hand_over(flag_of(share, share[1], (w + v) // 64))
-        elif pool is not None:
+        if work.tape is not None and end < stop:
+            store_state(descs.handed, S, None, work.program * WIDTH, w + v, so, WIDTH, True, BUFFERS)
+            hand_over(flag_of(work, work.program, (w + v) // 64))
+        elif work.prompts is not None:
             if last >= 0:
-                store_state(final, S, last, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+                store_state(descs.final, S, last, hv * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
             else:
                 tma.store_wait(0)  # the copy engine has read ``so``, where the next state will be loaded
                 barrier()  # all warps of this group: none asks for that state earlier
         else:
-            store_state(final, S, None, item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
+            store_state(descs.final, S, None, own.item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
 
 
 NUMBERS = ["items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "group", "g_batch", "beta_batch", "scale"]
@@ -208,13 +216,12 @@ NUMBERS = ["items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "grou
 @gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
 def forward_loop(
     q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, u_desc, initial, final, handed, tape, cu_seqlens,
-    prompts, parts, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, checkpoint_row,
-    checkpoint_column, q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides,
+    prompts, parts, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, table_row,
+    table_column, q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides,
     beta_strides, scale,
-    HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
-    SAVE: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, GROUPS: gl.constexpr,
-    FACTORS: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, SAVE: gl.constexpr,
+    FINE: gl.constexpr, TAPED: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
+    NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``prompts`` and ``parts``
     (prompt_list.py) the device counts the sequences or their parts, and this launch works only if there are ``least``
@@ -222,10 +229,9 @@ def forward_loop(
     K = V = WIDTH. Grid (programs, V / BV), BV = 64 GROUPS."""
     BV: gl.constexpr = 64 * GROUPS
     ty: gl.constexpr = q_desc.dtype
-    block, share = gl.program_id(1), None
+    block, program = gl.program_id(1), None
     if tape is not None:
-        u, block = enter(tape)
-        share = (tape, u)
+        program, block = enter(tape)
     w = block * BV
     sq = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
@@ -238,60 +244,47 @@ def forward_loop(
     MAKES_RATES: gl.constexpr = r_desc is None
     full, done = barriers(NS, 2 if MAKES_RATES else 1), barriers(NS, GROUPS)
     vfull, xfull = barriers(NV, 1), barriers(NX, 1)
-    made, pfull, sbar, sbar2 = (full, done, vfull, xfull), None, None, None
+    pfull, sbar, sbar2 = None, None, None
     LOADS_STATES: gl.constexpr = INITIAL or tape is not None
     if LOADS_STATES:
         sbar = barriers(NO, 1)
-        made += (sbar,)
-    saved, pool, kept = (s_desc, u_desc), None, None
     if prompts is not None:
         gdc_launch_dependents()  # `decode` may start: it needs nothing from this kernel, and runs where there is room
-        pool = (prompts, least, most)
-        if parts is not None:
-            pool += (parts,)
-    if checkpoints is not None:
-        kept = (checkpoints, slots, null_slot, columns, interval, checkpoint_row, checkpoint_column)
-        if offsets is not None:
-            kept += (offsets,)
-    work, strides = (cu_seqlens, T, items, pool, share), ((q_batch, k_batch, v_batch), heads, group)
-    # What the groups of a role share.
-    factor = (a_desc, (sq, sk, sr, sa, sp), (full, xfull, done), work, w)
-    gates = ((g, beta, o), (g_batch, g_strides, beta_batch, beta_strides, scale), sr, (full, done), work)
-    keys = ((q_desc, k_desc, None, r_desc, None), (sq, sk, None, None, sr, None), None, (full, done), work, strides)
-    values = ((None, None, v_desc, None, None), (None, None, sv, None, None, None), None, (vfull, done), work, strides)
+    checkpoints = Checkpoints(checkpoints, slots, null_slot, columns, interval, table_row, table_column, offsets)
+    work = Work(cu_seqlens, T, items, prompts, least, most, parts, tape, program)
+    of_keys, of_values = ChunkTiles(q_desc, k_desc, rates=r_desc), ChunkTiles(v=v_desc)
+    batches, heads = ChunkTiles(q_batch, k_batch, v_batch), ChunkTiles(*heads)
     if GROUPS == 2:
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
         pfull = barriers(NX, GROUPS)
-        made += (pfull,)
         if LOADS_STATES:
             sbar2 = barriers(NO, 1)
-            made += (sbar2,)
     if FACTORS == 2:
         sD2 = gl.allocate_shared_memory(gl.float16, [2, 2, 16, 16], PAIRS)
-    tiles, bars = (sq, sk, sv, sr, sa, sp), (full, vfull, xfull, pfull, done)
-    state = (o_desc, tiles, bars, initial, final, handed, saved, kept, work, w)
+    tiles, bars = ChunkTiles(sq, sk, sv, sr, sa, sp), Barriers(full, vfull, xfull, pfull, done)
+    descs = StateDescriptors(initial, final, handed, o_desc, s_desc, u_desc)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
     # The first role gets the registers that the others do not ask for.
     if GROUPS == 2:
         gl.warp_specialize([
-            (factor_role, (sD, factor, 0, HV, FACTORS, False, NS, NX, PACKED)),
-            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, True, SAVE, NS, NX, NV, PACKED)),
-            (state_role, (so2, sbar2, state, 64, HV, WIDTH, INITIAL, V_FIRST, True, SAVE, NS, NX, NV, PACKED)),
-            (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
-            (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
-            (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
+            (factor_role, (sD, a_desc, tiles, bars, work, w, HV, 0, FACTORS, False)),
+            (state_role, (so, sbar, descs, tiles, bars, checkpoints, work, w, 0, HV, INITIAL, V_FIRST, True)),
+            (state_role, (so2, sbar2, descs, tiles, bars, checkpoints, work, w, 64, HV, INITIAL, V_FIRST, True)),
+            (load_role, (of_keys, tiles, batches, heads, group, full, done, work, HV, 0)),
+            (load_role, (of_values, tiles, batches, heads, group, vfull, done, work, HV, w)),
+            (rate_role, (g, beta, o, g_batch, g_strides, beta_batch, beta_strides, scale, tiles, full, done, work, HV)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_role, (so, sbar, state, 0, HV, WIDTH, INITIAL, V_FIRST, False, SAVE, NS, NX, NV, PACKED)),
-            (factor_role, (sD, factor, 0, HV, FACTORS, True, NS, NX, PACKED)),
-            (factor_role, (sD2, factor, 1, HV, FACTORS, True, NS, NX, PACKED)),
-            (load_role, (keys, HV, 0, WIDTH, 0, NS, NS, PACKED, False)),
-            (load_role, (values, HV, w, WIDTH, BV, NS, NV, PACKED, False)),
-            (rate_role, (gates, MAKES_RATES, HV, WIDTH, NS, PACKED)),
+            (state_role, (so, sbar, descs, tiles, bars, checkpoints, work, w, 0, HV, INITIAL, V_FIRST, False)),
+            (factor_role, (sD, a_desc, tiles, bars, work, w, HV, 0, FACTORS, True)),
+            (factor_role, (sD2, a_desc, tiles, bars, work, w, HV, 1, FACTORS, True)),
+            (load_role, (of_keys, tiles, batches, heads, group, full, done, work, HV, 0)),
+            (load_role, (of_values, tiles, batches, heads, group, vfull, done, work, HV, w)),
+            (rate_role, (g, beta, o, g_batch, g_strides, beta_batch, beta_strides, scale, tiles, full, done, work, HV)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
-    end_barriers(made)
+    end_barriers((full, done, vfull, xfull), sbar, pfull, sbar2)
 
 
 def run_pool_loops(
@@ -305,7 +298,7 @@ def run_pool_loops(
     launches = pool_loops(p, c.shape.chip, *choice, every=every(c), starts=starts)
     initial = pool(p, final if slots.state_pool is None else slots.state_pool)
     ends = initial, initial if slots.state_pool is final else pool(p, final)
-    kept = checkpoints.NONE if p.pools is None else checkpoint_arguments(p, slots)
+    kept = checkpoints.NONE if p.pools is None else checkpoint_values(p, slots)
     taped = [(launch, None if launch.tile == NARROW else tape) for launch in launches]
     handed = None if parts is None else rows(tape.handed)
     _run(c, o, rates, taped, (*(None,) * 3, *ends), (prompts, listed, *kept), initial=True, handed=handed)

@@ -47,45 +47,37 @@ def find_rates(x, b, i, scale):
 
 @gluon.jit
 def rate_role(
-    given, MAKES_RATES: gl.constexpr, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """Fills the ring of rates. It does nothing if `rates` makes them.
-
-    given: (gates, numbers, ring, bars, work). gates: g, beta and o. numbers: the stride of g between batch rows, its
-    strides between tokens and between heads; the same of beta; then the scale."""
-    if MAKES_RATES:
-        make_rates(given, HV, WIDTH, NS, PACKED)
-
-
-@gluon.jit
-def make_rates(given, HV: gl.constexpr, WIDTH: gl.constexpr, NS: gl.constexpr, PACKED: gl.constexpr):
-    gates, numbers, sr, bars, work = given
-    g, beta, o = gates
-    g_batch, g_strides, beta_batch, beta_strides, scale = numbers
-    g_token, g_head = g_strides
-    beta_token, beta_head = beta_strides
-    full, done = bars
-    i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
-    if PACKED:
-        clear_padding(o, work[0], work[2] // HV, work[1], i, gl.program_id(0), gl.num_programs(0), HV * WIDTH)
-    t = 0
-    pieces = find_pieces(work, HV)
-    for piece in range(pieces[0], pieces[1], pieces[2]):
-        _, n, hv, start, length, begin, end = find_piece(piece, pieces, work, HV, PACKED)
-        rows = (i * 0).to(gl.int64)
-        if not PACKED:
-            rows += n
-        g_row, beta_row = rows * g_batch + hv * g_head, rows * beta_batch + hv * beta_head
-        x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, begin + i, length)
-        for token in range(begin, end, C):
-            s = t % NS
-            found = find_rates(x, b, i, scale)
-            wait_free(done, t, NS, NS)  # signalled by the state groups, which have left the chunk in this slot
-            for row in gl.static_range(8):
-                rate(sr, s, row).store(found[row])
-            mbarrier.arrive(full.index(s), count=1)
-            t += 1
-            x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token + C + i, length)
+    g, beta, o, g_batch, g_strides, beta_batch, beta_strides, scale, tiles, full, done, work, HV: gl.constexpr
+):
+    """Fills the ring of rates. It does nothing if `rates` makes them: then there is no ``o``."""
+    if o is not None:
+        g_token, g_head = g_strides
+        beta_token, beta_head = beta_strides
+        NS: gl.constexpr = tiles.k.shape[0]
+        WIDTH: gl.constexpr = tiles.k.shape[2]
+        i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
+        if work.cu_seqlens is not None:
+            N, program = work.items // HV, gl.program_id(0)
+            clear_padding(o, work.cu_seqlens, N, work.T, i, program, gl.num_programs(0), HV * WIDTH)
+        t = 0
+        pieces = find_pieces(work, HV)
+        for piece in range(pieces.begin, pieces.end, pieces.step):
+            own = find_piece(piece, pieces, work, HV)
+            start, length, begin, end = own.start, own.size, own.begin, own.end
+            rows = (i * 0).to(gl.int64)
+            if work.cu_seqlens is None:
+                rows += own.n
+            g_row, beta_row = rows * g_batch + own.hv * g_head, rows * beta_batch + own.hv * beta_head
+            x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, begin + i, length)
+            for token in range(begin, end, C):
+                s = t % NS
+                found = find_rates(x, b, i, scale)
+                wait_free(done, t, NS, NS)  # signalled by the state groups, which have left the chunk in this slot
+                for row in gl.static_range(8):
+                    rate(tiles.rates, s, row).store(found[row])
+                mbarrier.arrive(full.index(s), count=1)
+                t += 1
+                x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token + C + i, length)
 
 
 def makes_rates(p: Problem) -> bool:

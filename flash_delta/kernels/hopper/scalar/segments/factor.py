@@ -24,6 +24,7 @@ from flash_delta.kernels.hopper.device.gluon_compat import barrier
 from flash_delta.kernels.hopper.device.inverse import invert
 from flash_delta.kernels.hopper.device.inverse_tiles import fine, is_fine, put_inverse, store_inverse, tiles_in
 from flash_delta.kernels.hopper.device.layouts import HALF, LINES, PAIRS, ROWS, TILE, C
+from flash_delta.kernels.hopper.device.load_role import ChunkTiles
 from flash_delta.kernels.hopper.device.rings import barriers, load_box, load_rates, rate
 from flash_delta.kernels.hopper.device.segment_bounds import find_segment, part_length
 from flash_delta.kernels.hopper.plans.boxes import inverses, lines, ragged, token_stride
@@ -35,23 +36,26 @@ from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_descri
 
 
 @gluon.jit
-def factor_chunk(descs, tiles, bars, where, t, HV, group, members, WIDTH: gl.constexpr):
-    """Computes A of a chunk of some value heads. ``t``: how many chunks the program has factored before.
-
-    where: the chunk's slot, its first value head, the first row of the sequence, its length, the chunk's first token in
-    it, and the stride between heads of k."""
-    k_desc, r_desc, a_desc = descs
-    sk, sr, sa, sM, sT, sD = tiles
-    full, rfull = bars
-    slot, hv, row, size, token, heads = where
+def factor_chunk(
+    descs, tiles, scratch, full, rfull, slot, hv, segment, k_batch, k_head, t, HV, group, members, WIDTH: gl.constexpr
+):
+    """Computes A of the chunk in a slot, for some value heads from ``hv`` on. ``segment``: the chunk, as a `Segment`.
+    ``scratch``: of `invert`. ``t``: how many chunks the program has factored before."""
+    sk, sr, sa = tiles.k, tiles.rates, tiles.A
+    sM, sT, sD = scratch
+    row, size, token = (
+        segment.row * k_batch + segment.start,
+        segment.stop - segment.start,
+        segment.token - segment.start,
+    )
     FINE: gl.constexpr = sa.shape[0] == 3
     bar = full.index(0)
     mbarrier.expect(bar, C * WIDTH * 2)
-    load_box(k_desc, row, size, token, hv // group * heads, bar, sk, WIDTH)
+    load_box(descs.k, row, size, token, hv // group * k_head, bar, sk, WIDTH)
     gdc_wait()  # `rates` has ended, and its results can be read
     at, first = slot * HV + hv, t * members
     mbarrier.expect(rfull.index(first % 2), 8 * C * 4)
-    load_rates(r_desc, at, rfull.index(first % 2), sr, first % 2)
+    load_rates(descs.rates, at, rfull.index(first % 2), sr, first % 2)
     zero = gl.zeros([C, C], gl.float32, ROWS)
     mbarrier.wait(bar, t & 1)  # signalled by the copy engine: k has arrived
     for member in range(members):
@@ -59,7 +63,7 @@ def factor_chunk(descs, tiles, bars, where, t, HV, group, members, WIDTH: gl.con
         scores = warpgroup_mma(sk, sk.permute([1, 0]), zero, use_acc=False, is_async=True)
         if member + 1 < members:
             mbarrier.expect(rfull.index(1 - s), 8 * C * 4)
-            load_rates(r_desc, at + member + 1, rfull.index(1 - s), sr, 1 - s)
+            load_rates(descs.rates, at + member + 1, rfull.index(1 - s), sr, 1 - s)
         # Signalled by the copy engine: this head's rates arrived.
         mbarrier.wait(rfull.index(s), ((first + member) // 2) & 1)
         decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
@@ -73,25 +77,26 @@ def factor_chunk(descs, tiles, bars, where, t, HV, group, members, WIDTH: gl.con
         put_inverse(A, diagonal, below, fine)
         fence_async_shared()
         barrier()  # all warps of the program: A is whole in shared memory, and k and rates have been read
-        store_inverse(a_desc, at + member, A, fine)
+        store_inverse(descs.A, at + member, A, fine)
 
 
 @gluon.jit(do_not_specialize=["N", "T", "slots", "k_batch", "HV", "group", "members"])
 def factor_chunks(
     k_desc, r_desc, a_desc, cu_seqlens, parts, N, T, slots, k_batch, heads, HV, group, members, cut,
-    WIDTH: gl.constexpr, PACKED: gl.constexpr, FINE: gl.constexpr,
+    WIDTH: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
     """``parts``, ``cut``: those of prompts on a pool. Then only the chunks before a prompt's last part are needed, and
     programs take ``slots`` in turns."""
     gdc_launch_dependents()
     slot, hv = gl.program_id(0), gl.program_id(1) * members
+    (k_head,) = heads
     if parts is not None:
         gdc_wait()  # `rates` has ended, so a kernel that waits for this one also waits for earlier kernels
         if gl.load(parts) == 0:
             return
     else:
-        _, row, token, start, stop, _, _ = find_segment(slot, C, cu_seqlens, N, T, PACKED)
-        if token >= stop:
+        segment = find_segment(slot, C, cu_seqlens, N, T)
+        if segment.token >= segment.stop:
             return
     ty: gl.constexpr = k_desc.dtype
     sk = gl.allocate_shared_memory(ty, [C, WIDTH], TILE)
@@ -103,18 +108,21 @@ def factor_chunks(
     full, rfull = barriers(1, 1), barriers(2, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    descs, tiles, bars = (k_desc, r_desc, a_desc), (sk, sr, sa, sM, sT, sD), (full, rfull)
+    descs, tiles = ChunkTiles(k=k_desc, rates=r_desc, A=a_desc), ChunkTiles(k=sk, rates=sr, A=sa)
+    scratch = (sM, sT, sD)
     if parts is None:
-        where = (slot, hv, row * k_batch + start, stop - start, token - start, heads[0])
-        factor_chunk(descs, tiles, bars, where, 0, HV, group, members, WIDTH)
+        factor_chunk(
+            descs, tiles, scratch, full, rfull, slot, hv, segment, k_batch, k_head, 0, HV, group, members, WIDTH
+        )
     else:
         t = 0
         for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
-            _, row, token, start, stop, number, _ = find_segment(slot, C, cu_seqlens, N, T, PACKED)
-            _, needed = part_length(stop - start, cut)
-            if (token < stop) & (number < needed):
-                where = (slot, hv, start, stop - start, token - start, heads[0])
-                factor_chunk(descs, tiles, bars, where, t, HV, group, members, WIDTH)
+            segment = find_segment(slot, C, cu_seqlens, N, T)
+            _, needed = part_length(segment.stop - segment.start, cut)
+            if (segment.token < segment.stop) & (segment.number < needed):
+                factor_chunk(
+                    descs, tiles, scratch, full, rfull, slot, hv, segment, k_batch, k_head, t, HV, group, members, WIDTH
+                )
                 t += 1
     tma.store_wait(0)
 

@@ -38,10 +38,11 @@ from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.device.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.device.layouts import FLAGS, LINES, ROWS, THREADS, TILE, C
 from flash_delta.kernels.hopper.device.layouts import HALF as NARROW
-from flash_delta.kernels.hopper.device.load_role import load_role
+from flash_delta.kernels.hopper.device.load_role import ChunkTiles, load_role
 from flash_delta.kernels.hopper.device.rings import barriers, end_barriers, rate
-from flash_delta.kernels.hopper.device.segment_bounds import count_left, find_map, place, without_faded
+from flash_delta.kernels.hopper.device.segment_bounds import count_left, find_map, is_Phi, place, without_faded
 from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state, send, store_state
+from flash_delta.kernels.hopper.device.work_items import Work
 from flash_delta.kernels.hopper.plans.boxes import inverses, lines, pool, ragged, rows, squares, states, strides
 from flash_delta.kernels.hopper.plans.tape import Tape
 from flash_delta.kernels.hopper.plans.tiles import MAPS, compose_tile
@@ -60,34 +61,32 @@ NEVER = gl.constexpr(2**30)
 
 
 @gluon.jit
-def map_role(
-    sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
-    tiles, flags, bars, initial, B_desc, Phi_desc, work, lasting, HV = shared
-    sk, sr, sa = tiles
-    full, done = bars
+def map_role(sv, so, sbar, initial, B, Phi, tiles, full, done, flags, lasting, work, v, HV, V_FIRST: gl.constexpr):
+    """Scans 64 columns of a map, from column v on. ``sv``: their ring of v. ``tiles``: `ChunkTiles`. ``lasting``: how
+    many chunks have not decayed at the segment's end."""
+    sk, sr, sa = tiles.k, tiles.rates, tiles.A
+    NS: gl.constexpr = sk.shape[0]
+    WIDTH: gl.constexpr = sk.shape[2]
     FINE: gl.constexpr = sa.shape[0] == 3 * NS
-    cu_seqlens, T, length, N, listed = work
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    n, _, _, _, token, chunks, slot, number, keys = find_map(HV, length, cu_seqlens, N, T, PACKED, listed)
-    needed = chunks > 0
-    _, chunks, _, skipped = without_faded(token, chunks, slot, keys, lasting)
+    run, keys = find_map(work, HV), is_Phi()
+    n, needed, skipped = run.n, run.chunks > 0, gl.maximum(run.chunks - lasting, 0)
+    chunks = without_faded(run, lasting).chunks
     index = gl.program_id(0)  # slot * HV + value head
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE_ROWS))[:, None]
     c = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, WIDE_ROWS))[None, :]
     kept = (skipped == 0) & (keys > 0)  # Phi starts as the identity, or as zero if chunks have decayed; B as zero
     S = gl.where((i + v + gl.where(kept, 0, WIDTH)) == c, 1.0, 0.0) + gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
-    if INITIAL and ((number == 0) & (keys == 0) & (skipped == 0)):
-        if listed is None:
+    if sbar is not None and ((run.number == 0) & (keys == 0) & (skipped == 0)):
+        if work.cuts is None:
             head = (n * HV + place(HV)[1]) * WIDTH
             S = load_state(initial, None, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
         else:
-            source, head = gl.load(listed[0] + 3 * n + 2), place(HV)[1] * WIDTH
+            source, head = gl.load(work.prompts + 3 * n + 2), place(HV)[1] * WIDTH
             S = load_state(initial, source, head, v, so, sbar, WIDTH, V_FIRST, 1, WIDE_ROWS)
     mbarrier.wait(full.index(0), 0, pred=chunks > 0)  # signalled by the copy engine: the first chunk arrived
     sb = gl.convert_layout(S.to(ty), operand)
@@ -123,12 +122,12 @@ def map_role(
         leave(flags, v // 64, full, done, begin, chunks, NS)
     if needed:
         if keys == 0:
-            if listed is not None:  # it becomes the start of the next part
-                part = gl.load(listed[1] + 5 * place(HV)[0] + 5) + 1
-                index = gl.load(listed[1] + 5 * part + 4) + place(HV)[1]
-            store_state(B_desc, S, None, index * WIDTH, v, so, WIDTH, True, 1)
+            if work.cuts is not None:  # it becomes the start of the next part
+                part = gl.load(work.cuts + 5 * place(HV)[0] + 5) + 1
+                index = gl.load(work.cuts + 5 * part + 4) + place(HV)[1]
+            store_state(B, S, None, index * WIDTH, v, so, WIDTH, True, 1)
         else:
-            store_parts(Phi_desc, S, index * 2 * WIDTH + v, so, WIDTH)
+            store_parts(Phi, S, index * 2 * WIDTH + v, so, WIDTH)
 
 
 @gluon.jit
@@ -162,26 +161,25 @@ def store_parts(desc, S, row, so, WIDTH: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["length", "N", "T", "k_batch", "v_batch", "group", "HV"])
 def find_maps(
-    k_desc, v_desc, r_desc, a_desc, initial, B_desc, Phi_desc, rates, cu_seqlens, prompts, parts, length, N, T, k_batch,
-    v_batch, heads, group, HV,
-    WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr,
-    FINE: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
+    k_desc, v_desc, r_desc, a_desc, initial, B, Phi, rates, cu_seqlens, prompts, parts, length, N, T, k_batch,
+    v_batch, heads, group, HV, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, FINE: gl.constexpr,
+    NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (slots of segments * HV, 2). With ``prompts`` and ``parts`` (plans/prompt_list.py) it is (starts * HV, 2),
     and ``initial`` is the pool."""
     GROUPS: gl.constexpr = WIDTH // 64
     gdc_launch_dependents()
-    first, listed = gl.program_id(0) * 0, None  # a number and no constant, so that both groups are one function
+    first = gl.program_id(0) * 0  # a number and no constant, so that both groups are one function
     if parts is not None:
-        listed = (prompts, parts)
         gdc_wait()  # the kernel that makes the lists has ended
         if gl.program_id(0) >= gl.load(parts) * HV:
             return
-    _, _, _, _, _, chunks, slot, _, _ = find_map(HV, length, cu_seqlens, N, T, PACKED, listed)
+    work = Work(cu_seqlens, T, N, prompts, cuts=parts, length=length)
+    run = find_map(work, HV)
     gdc_wait()  # `rates` has ended, so a kernel that waits for this one also waits for earlier kernels
-    if chunks == 0:  # a sequence of one segment needs no map
+    if run.chunks == 0:  # a sequence of one segment needs no map
         return
-    left = count_left(rates, place(HV)[1], HV, slot, chunks, True)
+    left = count_left(rates, run, place(HV)[1], HV, True)
     ty: gl.constexpr = k_desc.dtype
     sk = gl.allocate_shared_memory(ty, [NS, C, WIDTH], TILE)
     sv = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
@@ -190,37 +188,33 @@ def find_maps(
     so, sv2 = gl.allocate_shared_memory(ty, [1, C, C], TILE), None
     if GROUPS == 2:
         sv2 = gl.allocate_shared_memory(ty, [NS, C, C], TILE)
-        so2 = gl.allocate_shared_memory(ty, [1, C, C], TILE)
+        so2, second = gl.allocate_shared_memory(ty, [1, C, C], TILE), first + 64
     full, done = barriers(NS, 1), barriers(NS, GROUPS)
-    made, sbar, sbar2 = (full, done), None, None
+    sbar, sbar2 = None, None
     if INITIAL:
         sbar = barriers(1, 1)
-        made += (sbar,)
         if GROUPS == 2:
             sbar2 = barriers(1, 1)
-            made += (sbar2,)
     flags = gl.allocate_shared_memory(gl.int32, [3, 32], FLAGS)  # per group: Phi is zero; the chunk where loads end
     flags.index(0).store(gl.full([32], 0, gl.int32, THREADS))
     flags.index(1).store(gl.full([32], 2 - GROUPS, gl.int32, THREADS))  # 1 if there is no second group
     flags.index(2).store(gl.full([32], NEVER, gl.int32, THREADS))
     fence_async_shared()
     barrier()  # all warps of the program: the barriers are initialised, and the flags set
-    bars, work = (full, done), (cu_seqlens, T, length, N, listed)
-    strides = ((None, k_batch, v_batch), (None, heads[0], heads[1]), group)
-    shared = ((sk, sr, sa), flags, bars, initial, B_desc, Phi_desc, work, left, HV)
-    loads = ((None, k_desc, v_desc, r_desc, a_desc), (None, sk, sv, sv2, sr, sa), (flags, left), bars, work, strides)
+    descs, tiles = ChunkTiles(None, k_desc, v_desc, r_desc, a_desc), ChunkTiles(None, sk, sv, sr, sa, v2=sv2)
+    batches, heads = ChunkTiles(k=k_batch, v=v_batch), ChunkTiles(None, *heads)
     if GROUPS == 2:
         gl.warp_specialize([
-            (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED)),
-            (map_role, (sv2, so2, sbar2, shared, first + 64, WIDTH, NS, INITIAL, V_FIRST, PACKED)),
-            (load_role, (loads, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
+            (map_role, (sv, so, sbar, initial, B, Phi, tiles, full, done, flags, left, work, first, HV, V_FIRST)),
+            (map_role, (sv2, so2, sbar2, initial, B, Phi, tiles, full, done, flags, left, work, second, HV, V_FIRST)),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0, flags, left)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (map_role, (sv, so, sbar, shared, first, WIDTH, NS, INITIAL, V_FIRST, PACKED)),
-            (load_role, (loads, HV, 0, WIDTH, WIDTH, NS, NS, PACKED, True)),
+            (map_role, (sv, so, sbar, initial, B, Phi, tiles, full, done, flags, left, work, first, HV, V_FIRST)),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0, flags, left)),
         ], [1], [24])  # fmt: skip
-    end_barriers(made)
+    end_barriers((full, done), sbar, sbar2)
 
 
 @triton.jit(do_not_specialize=["N", "T", "length", "HV"])

@@ -39,15 +39,16 @@ from flash_delta.kernels.hopper.device.hand_over import flag_of, hand_over, take
 from flash_delta.kernels.hopper.device.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
 from flash_delta.kernels.hopper.device.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.device.layouts import HALF as NARROW
-from flash_delta.kernels.hopper.device.load_role import load_role
+from flash_delta.kernels.hopper.device.load_role import ChunkTiles, load_role
 from flash_delta.kernels.hopper.device.rings import barriers, end_barriers, rate, wait_free
 from flash_delta.kernels.hopper.device.segment_bounds import find_chunks
 from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state, send, store_state, store_through
-from flash_delta.kernels.hopper.device.work_items import enter, find_run, find_runs
+from flash_delta.kernels.hopper.device.work_items import Work, enter, find_pieces, find_run
 from flash_delta.kernels.hopper.plans.boxes import handed_by, inverses, lines, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.plans.tape import Tape
 from flash_delta.kernels.hopper.plans.tiles import RETRACE, SEGMENT_SCANS
 from flash_delta.kernels.hopper.scalar.segments.memory import HALF, SegmentedScan
+from flash_delta.kernels.hopper.scalar.segments.roles import Barriers, StateDescriptors
 from flash_delta.kernels.runtime.arguments import constants_of
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
@@ -55,63 +56,63 @@ from flash_delta.kernels.runtime.workspace import Trace
 
 
 @gluon.jit
-def score_role(shared, NS: gl.constexpr, PACKED: gl.constexpr):
-    tiles, bars, work, HV = shared
-    sq, sk, sr, sp = tiles
-    full, pfull, done = bars
-    cu_seqlens, T, length, N = work
+def score_role(tiles, bars, work, HV):
+    """Writes P. ``tiles``: `ChunkTiles`. ``bars``: `Barriers`."""
+    sq, sk, sr, sp = tiles.q, tiles.k, tiles.rates, tiles.P
+    NS: gl.constexpr = sk.shape[0]
     SCORES: gl.constexpr = sp.shape[0]
     i = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, ROWS))[None, :]
     zero = gl.zeros([C, C], gl.float32, ROWS)
-    _, _, _, _, _, chunks, _, _, _ = find_chunks(HV, length, cu_seqlens, N, T, PACKED)
-    for t in range(chunks):
+    for t in range(find_chunks(work, HV).chunks):
         s, x = t % NS, t % SCORES
-        mbarrier.wait(full.index(s), (t // NS) & 1)  # signalled by the copy engine: q, k and rates arrived
+        mbarrier.wait(bars.full.index(s), (t // NS) & 1)  # signalled by the copy engine: q, k and rates arrived
         P = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
         decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
         P = warpgroup_mma_wait(0, deps=[P])
         P = gl.where(i >= j, P * decay, 0.0).to(sk.dtype)
-        wait_free(done, t, SCORES, NS)  # signalled by the state groups, which have read the old P
+        wait_free(bars.done, t, SCORES, NS)  # signalled by the state groups, which have read the old P
         sp.index(x).store(P)
         fence_async_shared()
-        mbarrier.arrive(pfull.index(x), count=1)
+        mbarrier.arrive(bars.P_full.index(x), count=1)
 
 
 @gluon.jit
 def state_role(
-    sv, so, sbar, shared, v, WIDTH: gl.constexpr, NS: gl.constexpr, INITIAL: gl.constexpr,
-    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr,
-    SEGMENTS: gl.constexpr,
+    sv, so, sbar, sb, descs, tiles, bars, work, v, HV, INITIAL: gl.constexpr, START_V_FIRST: gl.constexpr,
+    V_FIRST: gl.constexpr,
 ):  # fmt: skip
-    o_desc, saved, tiles, sb, bars, starts, final, handed, work, HV = shared
-    sq, sk, sr, sa, sp = tiles
-    full, pfull, done = bars
+    """Carries 64 value columns of the state, from column v on. ``sv``: their ring of v. ``descs``: `StateDescriptors`,
+    whose initial states are those of segments. ``tiles``: `ChunkTiles`. ``bars``: `Barriers`."""
+    sq, sk, sr, sa, sp, full = tiles.q, tiles.k, tiles.rates, tiles.A, tiles.P, bars.full
+    starts = descs.initial
+    NS: gl.constexpr = sk.shape[0]
+    WIDTH: gl.constexpr = sk.shape[2]
     FINE: gl.constexpr = sa.shape[0] == 3 * NS
-    T, share = work[1], None if SEGMENTS else work[4]
+    SAVE: gl.constexpr = descs.states is not None
     STAGED: gl.constexpr = WIDTH > 128  # registers do not suffice for S and for S as an operand
     WIDE_ROWS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])  # [64, WIDTH]
     operand: gl.constexpr = gl.DotOperandLayout(0, ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
     ty: gl.constexpr = sk.dtype
     zero = gl.zeros([64, C], gl.float32, ROWS)
-    READS: gl.constexpr = o_desc is not None
+    READS: gl.constexpr = descs.o is not None
     PARTS: gl.constexpr = WIDTH // 64
     SENT: gl.constexpr = PARTS + 1 + READS if SAVE else 1  # tiles of a chunk that go to memory through ``so``
     NO: gl.constexpr = so.shape[0]  # number of buffers
     SCORES: gl.constexpr = sp.shape[0] if READS else 1
-    runs, earlier = find_runs(work, HV, SEGMENTS), 0
-    for r in range(runs[0], runs[1], runs[2]):
-        found = find_run(r, runs, work, HV, PACKED, SEGMENTS)
-        hv, row, start, size, token, chunks, chunk, n, slot, number, last = found
-        row = row * T + start + size
+    pieces, earlier = find_pieces(work, HV), 0
+    for piece in range(pieces.begin, pieces.end, pieces.step):
+        hv, slot, run = find_run(piece, pieces, work, HV)
+        size, chunks, last = run.size, run.chunks, run.last
+        row = run.row * work.T + run.start + size
         gdc_wait()  # earlier kernels have ended: ``starts`` can be read, and this kernel's outputs can be written
         if (chunks > 0) | last:
             S = gl.zeros([64, WIDTH], gl.float32, WIDE_ROWS)
-            if share is not None and number > 0:
-                lost = take_over(flag_of(share, share[1] - 1, v // 64), share)
-                left_at = (share[1] - 1) * WIDTH
-                S = load_state(handed, None, left_at, v, so, sbar, WIDTH, True, 1, WIDE_ROWS) + lost
+            if work.tape is not None and run.number > 0:
+                lost = take_over(flag_of(work, work.program - 1, v // 64), work)
+                left_at = (work.program - 1) * WIDTH
+                S = load_state(descs.handed, None, left_at, v, so, sbar, WIDTH, True, 1, WIDE_ROWS) + lost
             elif INITIAL:
                 S = load_state(starts, None, (slot * HV + hv) * WIDTH, v, so, sbar, WIDTH, START_V_FIRST, 1, WIDE_ROWS)
             for step in range(chunks):
@@ -135,8 +136,8 @@ def state_role(
                         parts = apart_all(S.to(ty), PARTS)
                         for m in gl.static_range(PARTS):
                             part = gl.convert_layout(parts[m], ROWS)
-                            at = ((chunk + step) * HV + hv) * WIDTH + v
-                            send(saved[0], part, at, 64 * m, so, t * SENT + m, NO, False)
+                            at = ((run.chunk + step) * HV + hv) * WIDTH + v
+                            send(descs.states, part, at, 64 * m, so, t * SENT + m, NO, False)
                     if READS:
                         E, O = warpgroup_mma_wait(0, deps=[E, O])
                     else:
@@ -160,28 +161,28 @@ def state_role(
                 if STAGED:
                     O *= rate(sr, s, 5).load(ROWS)
                 if READS:
-                    mbarrier.wait(pfull.index(x), (t // SCORES) & 1)  # signalled by the score group: P is ready
+                    mbarrier.wait(bars.P_full.index(x), (t // SCORES) & 1)  # signalled by the score group: P is ready
                     O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
                 if SAVE:
-                    send(saved[1], read, ((chunk + step) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
+                    send(descs.U, read, ((run.chunk + step) * HV + hv) * C, v, so, t * SENT + PARTS, NO, True)
                 if READS:
                     O, S = warpgroup_mma_wait(0, deps=[O, S])
                 else:
                     S = warpgroup_mma_wait(0, deps=[S])
-                mbarrier.arrive(done.index(s), count=1)
+                mbarrier.arrive(bars.done.index(s), count=1)
                 if READS:
                     tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
                     barrier()  # all warps of this state group: none writes earlier
                     out = so.index((t * SENT + SENT - 1) % NO)
-                    box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + token + step * C
-                    store_through(out, box, o_desc, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
-            if share is not None and not last:
-                store_state(handed, S, None, share[1] * WIDTH, v, so, WIDTH, True, 1)
-                hand_over(flag_of(share, share[1], v // 64))
-            elif last and final is not None:
-                store_state(final, S, None, (n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
+                    box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + run.token + step * C
+                    store_through(out, box, descs.o, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
+            if work.tape is not None and not last:
+                store_state(descs.handed, S, None, work.program * WIDTH, v, so, WIDTH, True, 1)
+                hand_over(flag_of(work, work.program, v // 64))
+            elif last and descs.final is not None:
+                store_state(descs.final, S, None, (run.n * HV + hv) * WIDTH, v, so, WIDTH, V_FIRST, 1)
             tma.store_wait(0)
-            if share is not None:
+            if work.tape is not None:
                 barrier()  # all warps of this group: none asks earlier for the state that is loaded next
         earlier += chunks
 
@@ -193,11 +194,10 @@ NUMBERS = ["length", "N", "T", "q_batch", "k_batch", "v_batch", "group", "HV"]
 def scan_segments(
     q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, u_desc, starts, final, handed, tape, cu_seqlens, length, N,
     T, q_batch, k_batch, v_batch, heads, group, HV, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
-    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, PACKED: gl.constexpr, SAVE: gl.constexpr, FINE: gl.constexpr,
-    TAPED: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
+    START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, SAVE: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr,
+    NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
-    SEGMENTS: gl.constexpr = tape is None
     LOADS_STATES: gl.constexpr = INITIAL or tape is not None
     ty: gl.constexpr = k_desc.dtype
     sq, sp = None, None
@@ -212,13 +212,11 @@ def scan_segments(
     NO: gl.constexpr = 2 if SAVE else 1
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
     full, done = barriers(NS, 1), barriers(NS, GROUPS)
-    made, pfull, sbar, sbar2 = (full, done), None, None, None
+    pfull, sbar, sbar2 = None, None, None
     if q_desc is not None:
         pfull = barriers(SCORES, 1)
-        made += (pfull,)
     if LOADS_STATES:
         sbar = barriers(1, 1)
-        made += (sbar,)
     sb, sv2 = so, None
     if WIDTH > 128:
         sb = gl.allocate_shared_memory(ty, [64, WIDTH], TILE)
@@ -227,50 +225,44 @@ def scan_segments(
         so2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
         if LOADS_STATES:
             sbar2 = barriers(1, 1)
-            made += (sbar2,)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    bars, work = (full, pfull, done), (cu_seqlens, T, length, N)
+    work = Work(cu_seqlens, T, N, length=length)
     if tape is not None:
-        u, _ = enter(tape)
-        work = (cu_seqlens, T, N * HV, None, (tape, u))
-    strides = ((q_batch, k_batch, v_batch), heads, group)
-    score = ((sq, sk, sr, sp), bars, work, HV)
-    state = (o_desc, (s_desc, u_desc), (sq, sk, sr, sa, sp), sb, bars, starts, final, handed, work, HV)
-    loads = ((q_desc, k_desc, v_desc, r_desc, a_desc), (sq, sk, sv, sv2, sr, sa), None, (full, done), work, strides)
+        program, _ = enter(tape)
+        work = Work(cu_seqlens, T, N * HV, tape=tape, program=program)
+    batches, heads = ChunkTiles(q_batch, k_batch, v_batch), ChunkTiles(*heads)
+    descs = ChunkTiles(q_desc, k_desc, v_desc, r_desc, a_desc)
+    tiles, bars = ChunkTiles(sq, sk, sv, sr, sa, sp, sv2), Barriers(full, None, None, pfull, done)
+    states = StateDescriptors(starts, final, handed, o_desc, s_desc, u_desc)
     first = gl.program_id(0) * 0  # a number and no constant, so that both groups are compiled as one function
+    second = first + 64
     if GROUPS == 2 and q_desc is None:
         gl.warp_specialize([
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE,
-                          SEGMENTS)),
-            (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED,
-                          SAVE, SEGMENTS)),
-            (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, SEGMENTS)),
+            (state_role, (sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST)),
+            (state_role, (sv2, so2, sbar2, sb, states, tiles, bars, work, second, HV, INITIAL, START_V_FIRST, V_FIRST)),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (score_role, (score, NS, PACKED)),
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE,
-                          SEGMENTS)),
-            (state_role, (sv2, so2, sbar2, state, first + 64, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED,
-                          SAVE, SEGMENTS)),
-            (load_role, (loads, HV, 0, WIDTH, 128, NS, NS, PACKED, SEGMENTS)),
+            (score_role, (tiles, bars, work, HV)),
+            (state_role, (sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST)),
+            (state_role, (sv2, so2, sbar2, sb, states, tiles, bars, work, second, HV, INITIAL, START_V_FIRST, V_FIRST)),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     elif q_desc is None:
         gl.warp_specialize([
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE,
-                          SEGMENTS)),
-            (load_role, (loads, HV, 0, WIDTH, 64, NS, NS, PACKED, SEGMENTS)),
+            (state_role, (sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST)),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0)),
         ], [1], [24])  # fmt: skip
     else:
         first = gl.program_id(1) * 64
         gl.warp_specialize([
-            (score_role, (score, NS, PACKED)),
-            (state_role, (sv, so, sbar, state, first, WIDTH, NS, INITIAL, START_V_FIRST, V_FIRST, PACKED, SAVE,
-                          SEGMENTS)),
-            (load_role, (loads, HV, first, WIDTH, 64, NS, NS, PACKED, SEGMENTS)),
+            (score_role, (tiles, bars, work, HV)),
+            (state_role, (sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST)),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, first)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
-    end_barriers(made)
+    end_barriers((full, done), pfull, sbar, sbar2)
 
 
 def run_scan_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: SegmentedScan, trace: Trace | None) -> None:
