@@ -58,7 +58,7 @@ def load_prepared(
 ):  # fmt: skip
     """The role that fills a ring. With KEYS it loads `ChunkKeys`, otherwise `ChunkValues`."""
     T = work.T
-    SLOTS: gl.constexpr = tiles[0].shape[0]
+    SLOTS: gl.constexpr = full.shape[0]
     gdc_wait()  # `prepare` has ended, and its results can be read
     t = 0
     for item in range(gl.program_id(0), count_items(work, HV), gl.num_programs(0)):
@@ -82,7 +82,7 @@ def load_prepared(
             else:
                 column = hv * v_heads + gl.program_id(1) * 64
                 mbarrier.expect(bar, 3 * C * C * 2)
-                load_box(descs[0], row, size, token, column, bar, tiles[0].index(s), 64)
+                load_box(descs.v, row, size, token, column, bar, tiles.v.index(s), 64)
                 for m in gl.static_range(1, 3):
                     tma_load(descs[m], [at * C, 0], bar, tiles[m].index(s))
             t += 1

@@ -11,6 +11,8 @@ same in every row. So errors add up over the 2,016 entries, and with a beta abov
 of docs/mathematics.md). With FINE, a chunk that has such a beta gets back what was lost. Other chunks do not need it.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
@@ -24,6 +26,7 @@ from flash_delta.problem import Problem
 
 STORED = gl.constexpr(3)  # tiles in memory
 BYTES = gl.constexpr(64 * 32 * 2)  # of a tile
+Inverse = namedtuple("Inverse", "diagonal below rest")  # tiles 0, 1 and 2, or without FINE 1 again
 
 
 def fine(p: Problem) -> bool:
@@ -36,7 +39,7 @@ def fine(p: Problem) -> bool:
 def tiles_in(sa, x, FINE: gl.constexpr):
     """The tiles of slot x."""
     TILES: gl.constexpr = 3 if FINE else 2
-    return sa.index(TILES * x), sa.index(TILES * x + 1), sa.index(TILES * x + TILES - 1)
+    return Inverse(sa.index(TILES * x), sa.index(TILES * x + 1), sa.index(TILES * x + TILES - 1))
 
 
 @gluon.jit
@@ -59,25 +62,25 @@ def rounded(A, ty: gl.constexpr):
 @gluon.jit
 def put_inverse(tiles, diagonal, below, fine):
     """Stores A: the two blocks on its diagonal, and the block below them, which ``below`` has twice."""
-    ty: gl.constexpr = tiles[0].dtype
+    ty: gl.constexpr = tiles.diagonal.dtype
     d, b = rounded(diagonal, ty), rounded(below, ty)
-    tiles[0].store(d)
+    tiles.diagonal.store(d)
     if fine:
         first = gl.arange(0, 64, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None] < 32
-        tiles[1].store(gl.where(first, b, (below - b.to(gl.float32)).to(ty)))
-        tiles[2].store((diagonal - d.to(gl.float32)).to(ty))
+        tiles.below.store(gl.where(first, b, (below - b.to(gl.float32)).to(ty)))
+        tiles.rest.store((diagonal - d.to(gl.float32)).to(ty))
     else:
-        tiles[1].store(b)
+        tiles.below.store(b)
 
 
 @gluon.jit
 def store_inverse(desc, index, tiles, fine):
     """Starts the copies of A to memory, where it is number ``index``."""
     at = index * (STORED * C)
-    tma_store(desc, [at, 0], tiles[0])
-    tma_store(desc, [at + C, 0], tiles[1])
+    tma_store(desc, [at, 0], tiles.diagonal)
+    tma_store(desc, [at + C, 0], tiles.below)
     if fine:
-        tma_store(desc, [at + 2 * C, 0], tiles[2])
+        tma_store(desc, [at + 2 * C, 0], tiles.rest)
 
 
 @gluon.jit
@@ -110,7 +113,7 @@ def product(R, own, below, left, right, ADD: gl.constexpr):
 def times_inverse(R, tiles):
     """Starts `product` with the larger parts of A."""
     zero = gl.zeros([64, 32], gl.float32, NARROW_ROWS)
-    return product(R, tiles[0], tiles[1].slice(0, 32, 0), zero, zero, False)
+    return product(R, tiles.diagonal, tiles.below.slice(0, 32, 0), zero, zero, False)
 
 
 @gluon.jit
@@ -118,7 +121,7 @@ def finished(R, left, right, tiles, fine):
     """U^T [64, 64], from what `times_inverse` has started."""
     left, right = warpgroup_mma_wait(0, deps=[left, right])
     if fine:
-        left, right = product(R, tiles[2], tiles[1].slice(32, 32, 0), left, right, True)
+        left, right = product(R, tiles.rest, tiles.below.slice(32, 32, 0), left, right, True)
         left, right = warpgroup_mma_wait(0, deps=[left, right])
     return gl.convert_layout(beside(left, right), ROWS)
 
@@ -138,7 +141,7 @@ def product_back(R, own, below, left, right, ADD: gl.constexpr):
 def times_inverse_back(R, tiles, fine):
     """dU^T A [64, 64], from `halves` of dU^T."""
     zero = gl.zeros([64, 32], gl.float32, NARROW_ROWS)
-    left, right = product_back(R, tiles[0], tiles[1].slice(0, 32, 0), zero, zero, False)
+    left, right = product_back(R, tiles.diagonal, tiles.below.slice(0, 32, 0), zero, zero, False)
     if fine:
-        left, right = product_back(R, tiles[2], tiles[1].slice(32, 32, 0), left, right, True)
+        left, right = product_back(R, tiles.rest, tiles.below.slice(32, 32, 0), left, right, True)
     return gl.convert_layout(beside(left, right), ROWS)

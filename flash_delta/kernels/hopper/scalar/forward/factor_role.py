@@ -60,7 +60,8 @@ def factor_role(
             if a_desc is not None:
                 tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A in this slot
             A = tiles_in(sa, x, FINE)
-            sT, sM = reinterpret(A[0], gl.float16, A[0].shape, HALF), reinterpret(A[1], gl.float16, A[1].shape, HALF)
+            sT = reinterpret(A.diagonal, gl.float16, [C, C // 2], HALF)
+            sM = reinterpret(A.below, gl.float16, [C, C // 2], HALF)
             diagonal, below = invert(M, sM, sT, sD)
             barrier()  # all warps of this factor group: the last product of `invert` has read its scratch in this slot
             fine = is_fine(sr, s, FINE)
