@@ -57,7 +57,7 @@ def results(module, parameters, inputs, dy):
 
 
 def eager_results(stack, packed):
-    """The results of a copy, since autograd's nodes of these parameters have to be made on the stream of the capture."""
+    """The results of a copy, since autograd makes its nodes of the parameters on the stream of the capture."""
     stack = copy.deepcopy(stack)
     return [results(stack, list(stack.parameters()), *step) for step in steps(packed)]
 
