@@ -10,6 +10,7 @@ from math import prod
 import pytest
 import torch
 from example_calls import example
+from forks import in_fork
 from serving_truth import DEVICES, needs_triton
 from serving_truth import make_call as make_decode
 
@@ -282,6 +283,13 @@ def refused(compiled_for, changes):
         return str(error.value)
 
 
+@pytest.fixture(scope="module")
+def untouched():
+    """A process that is only copied: what one test compiles no other one knows."""
+    with clean_processes(1) as (pool, _):
+        yield pool
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("compiled_for", "changes", "why"),
@@ -297,9 +305,8 @@ def refused(compiled_for, changes):
         ({}, {"form": "decode raw reads"}, "write_indices is None"),
     ],
 )  # fmt: skip
-def test_forbidden(compiled_for, changes, why):
-    with clean_processes(1) as (pool, _):
-        message = pool.submit(refused, compiled_for, changes).result()
+def test_forbidden(untouched, compiled_for, changes, why):
+    message = untouched.submit(in_fork, refused, compiled_for, changes).result()
     start = "decode_gated_delta_rule: kernel decode would have to be compiled, which forbid_compilation() forbids: "
     assert message.startswith(start)
     assert message.removeprefix(start).startswith(why)
