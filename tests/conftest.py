@@ -87,3 +87,9 @@ def process():
 
     with clean_processes(1) as (pool, _):
         yield pool
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """A folder where a pretended GPU compiles its driver and our C once."""
+    return tmp_path_factory.mktemp("driver")

@@ -9,6 +9,7 @@ from math import prod
 
 import pytest
 import torch
+from early_end import compiled_to
 from example_calls import example
 from forks import in_fork
 from serving_truth import DEVICES, needs_triton
@@ -328,7 +329,7 @@ def variants():
     from flash_delta.ops._backend import Explain
 
     op, x = example("decode each counted tree", "kda", (16, 32, 128, 128), 1, 1, device="meta")
-    with offline("sm_90a") as compiled:
+    with compiled_to("ttgir"), offline("sm_90a") as compiled:
         for W, start in ((1, 0), (2, 3), (7, 1), (16, 4)):
             table = torch.empty(100, dtype=torch.int32, device="meta")[start:]
             now = x | {"read_indices": table[:W].view(1, W), "num_accepted_tokens": table[:1]}
@@ -361,7 +362,7 @@ def scratch(target):
             chip = Chip(target.removesuffix("a"), processors)
             (t,) = scan_tiles("scan", p, chip, every=False)
             if (case, t) not in sizes:
-                with offline(target) as compiled:
+                with compiled_to("llir"), offline(target) as compiled:
                     rule.call("scan", case, False, t)
                 sizes[case, t] = compiled[0].kernel.metadata.global_scratch_size
             programs = prod(scan_launches.scan_grid(p, PoolLaunch(t, p.N)))
@@ -371,7 +372,7 @@ def scratch(target):
         p = p._replace(pool=pool.dtype)
         asked = []
         for w in scan_launches.pool_scans(p, chip, every=False):
-            with offline(target) as compiled:
+            with compiled_to("llir"), offline(target) as compiled:
                 serving.call_prefill(pool, w.tile)
             asked.append(prod(scan_launches.scan_grid(p, w)) * compiled[0].kernel.metadata.global_scratch_size)
         found.append((scan_launches.scratch_bytes(p, x, chip), max(asked)))

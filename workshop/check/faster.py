@@ -40,16 +40,21 @@ def hasten_interpreter() -> None:
     interpreter._patch_attr = _patch_attr
 
 
+_BARE = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)}
+
+
 def _unwrap(o: Any) -> Any:
     kind = type(o)
     if kind is core.constexpr:
         return o.value
-    return o if kind is core.tensor or kind is int else _original.unwrap(o)
+    return o if kind in _BARE else _original.unwrap(o)
 
 
 def _same_type(self: core.dtype, other: Any) -> bool:
+    if self is other:
+        return True
     other = _unwrap(other)
-    return self is other or (isinstance(other, core.dtype) and self.name == other.name)
+    return isinstance(other, core.dtype) and self.name == other.name
 
 
 @cache
