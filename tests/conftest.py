@@ -27,13 +27,19 @@ LONG = {  # of tests with many cases, those that take long: beside each of them 
     "test_compiled_models.py::test_layers[kda-packed]",
     "test_compiled_models.py::test_models[batch-mixers0-aot_eager]",
     "test_examples.py::test_a_row_over_two_ranks[kda]",
+    "test_mix.py::test_packed_projection[2-False-whole]",
+    "test_mix.py::test_packed_projection[2-True-packed]",
+    "test_mix.py::test_packed_projection[3-False-packed]",
+    "test_mix.py::test_packed_projection[3-True-whole]",
+    "test_mix.py::test_packed_projection[one-False-whole]",
+    "test_mix.py::test_packed_projection[one-True-packed]",
     "test_parallel.py::test_ranks_equal_one_device[4]",
     "test_prefill.py::test_batch_invariance[kda-triton]",
     "test_prefill.py::test_checkpoints[kda-raw-False-triton]",
     "test_prefill.py::test_how_many_prompts_there_are_changes_no_result[kda-triton]",
     "test_prefill.py::test_lengths[kda-True-triton]",
-    "test_serving_random.py::test_steps_of_an_engine[gdn-raw-dtype1-False-torch]",
-    "test_serving_random.py::test_steps_of_an_engine[kda-raw-dtype3-True-torch]",
+    "test_serving_random.py::test_steps_of_an_engine[gdn-raw-dtype1-False-None-torch]",
+    "test_serving_random.py::test_steps_of_an_engine[kda-raw-dtype3-True-around3-torch]",
     "test_torch_compile.py::test_a_layer_may_be_compiled_before_it_ever_ran[gdn-grouped]",
     "test_training_ranks.py::test_ranks_train_as_one_process_does[4]",
     "test_transforms.py::test_what_a_nan_reaches[kda-g-triton]",
@@ -41,10 +47,7 @@ LONG = {  # of tests with many cases, those that take long: beside each of them 
     "test_triton_kda.py::test_against_the_recurrence[in-kernel-packed-float32-changes2]",
     "test_triton_kda.py::test_a_promise_that_holds_changes_nothing[dtype1-0.00390625]",
     "test_triton_kda.py::test_states_of_chunks[ragged-float32-changes1-True]",
-    "test_triton_kernels.py::test_against_the_recurrence[comba-packed-float32-changes18]",
-    "test_triton_kernels.py::test_against_the_recurrence[delta-rule-packed-float32-changes17]",
     "test_triton_kernels.py::test_against_the_recurrence[gdn-packed-float32-changes1]",
-    "test_triton_kernels.py::test_against_the_recurrence[simple-gla-packed-float32-changes19]",
     "test_warmup.py::test_scratch_of_descriptors[sm_100]",
 }
 
@@ -87,3 +90,9 @@ def process():
 
     with clean_processes(1) as (pool, _):
         yield pool
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """A folder where a pretended GPU compiles its driver and our C once."""
+    return tmp_path_factory.mktemp("driver")

@@ -8,7 +8,7 @@ expects, and who waits for whom: a role that waits for ever is an error.
 import importlib
 import sys
 import threading
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from itertools import product as product_of
 from types import ModuleType, SimpleNamespace
@@ -61,26 +61,8 @@ def _operator(name):
 
 
 for _name in (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "floordiv",
-    "truediv",
-    "rtruediv",
-    "mod",
-    "xor",
-    "rshift",
-    "and",
-    "or",
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "eq",
-    "ne",
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "truediv", "rtruediv", "mod"),
+    *("xor", "rshift", "and", "or", "gt", "ge", "lt", "le", "eq", "ne"),
 ):
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
 
@@ -379,8 +361,9 @@ HOPPER = {
 }
 
 
+@cache
 def emulated(package, name):
-    """The module ``package.name``, whose kernels are plain functions; `Kernel` calls them."""
+    """The module ``package.name``, whose kernels are plain functions; `Kernel` calls them. It is imported once."""
 
     def module(path, members):
         made = ModuleType(path)

@@ -7,8 +7,10 @@ import shlex
 import subprocess
 import sys
 
+import forks
 import pytest
 import torch
+from forks import run_each
 from typer.testing import CliRunner
 
 import flash_delta
@@ -184,22 +186,16 @@ def test_help_needs_no_transformers_and_no_matplotlib():
 def test_without_its_libraries_two_commands_run_and_others_say_what_to_install(missing, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(missing=missing))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-
-    def without(*arguments):
-        command = [sys.executable, "-m", "flash_delta", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-    result = without("train")
-    assert result.returncode == 2
+    commands = ("train", "info", "check --case one-token", "check --case nope")
+    train, info, check, wrong = run_each(*(["-m", "flash_delta", *c.split()] for c in commands), env=environment)
+    assert train.returncode == 2
     words = f"{missing} is missing, which all other commands need: pip install 'flash-delta[train]' brings it"
-    assert result.stderr.strip() == f"flash-delta: {words}"
-    assert without("info").stdout == flash("info").output
-    result = without("check", "--case", "one-token")
-    assert result.returncode == 0, result.stderr
-    assert re.search(r"(\d+) of \1 tensors are right", result.stdout)
-    result = without("check", "--case", "nope")
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: case: expected one of ragged, ")
+    assert train.stderr.strip() == f"flash-delta: {words}"
+    assert info.stdout == flash("info").output
+    assert check.returncode == 0, check.stderr
+    assert re.search(r"(\d+) of \1 tensors are right", check.stdout)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: case: expected one of ragged, ")
 
 
 @pytest.mark.parametrize(
@@ -223,13 +219,14 @@ def test_a_narrow_terminal_cuts_nothing(arguments, width):
     assert words - found <= {"dp", "dA_log", "ddt_bias"}, "columns that are empty here are left out"
 
 
-@pytest.mark.parametrize("arguments", ["info", "train --help", "train --resume --seq-len 9"])
 @pytest.mark.parametrize("terminal", [False, True])
-def test_no_color(arguments, terminal):
+def test_no_color(terminal):
     """With NO_COLOR no escape code, on a terminal as in a pipe; and in a pipe none without it."""
     environment = {n: v for n, v in os.environ.items() if n not in ("NO_COLOR", "FORCE_COLOR", "GITHUB_ACTIONS")}
     environment |= {"NO_COLOR": "1", "TERM": "xterm-256color"} if terminal else {"TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "flash_delta", *arguments.split()]
+    commands = ("info", "train --help", "train --resume --seq-len 9")
+    programs = [["-m", "flash_delta", *c.split()] for c in commands]
+    command = forks.command(*programs, imports=["torch", "transformers"])
     if not terminal:
         written = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment).stdout
     else:
@@ -245,9 +242,12 @@ def test_no_color(arguments, terminal):
             pass
         process.wait()
         os.close(mine)
-    assert written
-    assert not re.search(rb"\x1b\[[\d;]*[34]\d", written), "a colour"
-    assert terminal or b"\x1b" not in written
+    outputs = written.split(b"\0")[:-1]
+    assert len(outputs) == len(commands)
+    for output in outputs:
+        assert output.strip()
+        assert not re.search(rb"\x1b\[[\d;]*[34]\d", output), "a colour"
+        assert terminal or b"\x1b" not in output
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from early_end import compiled_to
 from typer.testing import CliRunner
 
 from flash_delta.compiler.pool import Job, Result, compile_all, find_jobs
@@ -245,7 +246,7 @@ def computed(case, *choice, counted=True, written=True):
     from flash_delta.compiler.offline import offline
     from workshop.gate.cases import serving
 
-    with offline("sm_90a") as compiled:
+    with compiled_to("ttgir"), offline("sm_90a") as compiled:
         serving.call_decode(case, *choice, counted=counted, written=written)
     return [arithmetic(c.kernel.asm["ttgir"]) for c in compiled]
 
@@ -272,7 +273,7 @@ def variants_of_offsets():
 
     found, pools = [], (torch.float32, torch.bfloat16)
     for model, dtype, v_first in product((serving.RuleCase(raw=True), serving.BOUNDED), pools, (True, False)):
-        with offline("sm_90a") as compiled:
+        with compiled_to("ttgir"), offline("sm_90a") as compiled:
             serving.call_decode(serving.Decoding(model, dtype, v_first, tokens=4))
             for before in (True, False):
                 serving.call_prefill(serving.Prefilling(model, dtype, v_first, offsets=True), before=before)

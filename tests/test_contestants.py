@@ -334,53 +334,18 @@ UNEQUAL = {  # rows of the groups -packed and -pools that each runs; ours and fl
     *(("flash_qla", "gdn", kind) for kind in ("forward", "prefill", "training")),
     *((name, "kda", "forward") for name in ("cudnn", "cudnn_bfloat16", "flash_kda", "cula")),
 }
-KEPT = {
-    ("gdn", "fla"),
-    ("gdn", "flash_qla"),
-    ("kda", "cudnn"),
-    ("kda", "cudnn_bfloat16"),
-}  # who leaves no choice of what is kept
+# Who leaves no choice of what is kept.
+KEPT = {("gdn", "fla"), ("gdn", "flash_qla"), ("kda", "cudnn"), ("kda", "cudnn_bfloat16")}
 OF_GDN = ("flash_delta", "fla", "flash_qla", "flashinfer")
+OF_BOTH = {
+    *(f"gdn-{kind}" for kind in ("prefill", "long", "mixed", "training")),
+    *(f"kda-{kind}" for kind in ("forward", "training", "decode", "steps", "models")),
+    *("decode", "layer", "prompts", "steps"),
+    *(WIDTHS | OF_FLA | RELATIVES | STEPS_OF_LAYERS),
+}
 HOPPER = {  # the groups of rows that each runs on such a GPU
-    "flash_delta": {
-        "gdn-prefill",
-        "gdn-long",
-        "gdn-mixed",
-        "gdn-training",
-        "kda-forward",
-        "kda-training",
-        "decode",
-        "kda-decode",
-        "serving",
-        "layer",
-        "prompts",
-        "steps",
-        "kda-steps",
-        *WIDTHS,
-        *OF_FLA,
-        *RELATIVES,
-        *STEPS_OF_LAYERS,
-        "kda-models",
-    },
-    "fla": {
-        "gdn-prefill",
-        "gdn-long",
-        "gdn-mixed",
-        "gdn-training",
-        "kda-forward",
-        "kda-training",
-        "decode",
-        "kda-decode",
-        "layer",
-        "prompts",
-        "steps",
-        "kda-steps",
-        *WIDTHS,
-        *OF_FLA,
-        *RELATIVES,
-        *STEPS_OF_LAYERS,
-        "kda-models",
-    },
+    "flash_delta": OF_BOTH | {"serving"},
+    "fla": OF_BOTH,
     "flash_qla": {"gdn-prefill", "gdn-long", "gdn-mixed", "gdn-training"},
     "flashinfer": {"gdn-prefill", "gdn-long", "gdn-mixed", "decode", "prompts", "steps"},
     "cudnn": {"kda-forward", "kda-training"},

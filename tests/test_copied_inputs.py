@@ -83,8 +83,8 @@ def layouts(place, member, backend, copied, training):
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @TRAINING
 @CELLS
-def test_later_calls_get_what_the_first_one_got(process, tmp_path, member, backend, copied, training):
-    replays = process.submit(layouts, tmp_path, member, backend, copied, training).result()
+def test_later_calls_get_what_the_first_one_got(process, place, member, backend, copied, training):
+    replays = process.submit(layouts, place, member, backend, copied, training).result()
     assert sum(map(len, replays)) == CALLS * (1 + training)
     assert len(replays) <= 2 * (1 + training)  # a process's first call is known by a key of Python, and others by C's
     for calls in replays:

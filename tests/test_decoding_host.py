@@ -65,8 +65,8 @@ def counts(place):
     return found
 
 
-def test_a_step_of_ours_is_three_launches_and_little_python(process, tmp_path):
-    found = process.submit(counts, tmp_path).result()
+def test_a_step_of_ours_is_three_launches_and_little_python(process, place):
+    found = process.submit(counts, place).result()
     assert found.keys() == OURS
     total = sum(found.values(), Counter())
     assert 0 < total["python"] <= MOST
@@ -119,10 +119,10 @@ def addresses_of_steps(place, gradients):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_known_step_gets_its_own_addresses(process, tmp_path, gradients):
+def test_a_known_step_gets_its_own_addresses(process, place, gradients):
     """It is looked at as long as C's key is new to it, and launched from memory from then on. With autograd on it takes
     a longer way to that."""
-    found = process.submit(addresses_of_steps, tmp_path, gradients).result()
+    found = process.submit(addresses_of_steps, place, gradients).result()
     assert [step is None for step in found[:2]] == [True, False]
     assert None not in found[-2:]
     for given, expected in filter(None, found):

@@ -157,8 +157,8 @@ def compilations(place, row, changes):
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @pytest.mark.parametrize("changes", [{}, {"disable_recompute": True}], ids=str)
 @pytest.mark.parametrize("member", ROWS)
-def test_the_backward_pass_is_compiled_beside_the_forward_pass(process, tmp_path, member, changes):
-    assert process.submit(compilations, tmp_path, ROWS[member], changes).result() == [2]
+def test_the_backward_pass_is_compiled_beside_the_forward_pass(process, place, member, changes):
+    assert process.submit(compilations, place, ROWS[member], changes).result() == [2]
 
 
 def failures():

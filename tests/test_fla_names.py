@@ -6,13 +6,13 @@ import operator
 import pickle
 import pkgutil
 import pydoc
-import subprocess
 import sys
 from pathlib import Path
 
 import fla_stubs
 import pytest
 import torch
+from forks import run_each
 
 import flash_delta.integrations.fla
 from flash_delta.integrations._fla_mirror import Mirror, homes
@@ -25,9 +25,12 @@ def at(path):
     return importlib.import_module(f"{FLA}.{path}")
 
 
-def run(code):
-    """The output of code in a process of its own."""
-    return subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True).stdout
+def run(*codes):
+    """The outputs of pieces of code, each in a process of its own."""
+    found = run_each(*(["-c", code] for code in codes), cwd=ROOT)
+    for ended in found:
+        assert ended.returncode == 0, ended.stderr
+    return [ended.stdout for ended in found]
 
 
 def test_stubs_are_what_the_table_gives():
@@ -109,16 +112,13 @@ def test_a_module_again():
         sys.modules[before.__name__] = at("ops.kda").chunk = before
 
 
-def test_attributes_lead_to_modules():
-    run(f"import {FLA} as fla\nfla.ops.kda.chunk.chunk_kda, fla.modules.norm.l2norm.l2norm, fla.layers.utils.pad_input")
-    run(f"from {FLA}.ops import *\nfrom {FLA} import *\nchunk_kda, GatedDeltaNet, install, unregister")
-
-
-def test_names_need_nothing_of_an_installed_fla():
-    code = (
-        f"import sys, {FLA}.ops, {FLA}.layers, {FLA}.modules\nprint(*(name for name in sys.modules if '{FLA}' in name))"
+def test_attributes_lead_to_modules_and_names_need_nothing_of_an_installed_fla():
+    _, _, names = run(
+        f"import {FLA} as fla\nfla.ops.kda.chunk.chunk_kda, fla.modules.norm.l2norm.l2norm, fla.layers.utils.pad_input",
+        f"from {FLA}.ops import *\nfrom {FLA} import *\nchunk_kda, GatedDeltaNet, install, unregister",
+        f"import sys, {FLA}.ops, {FLA}.layers, {FLA}.modules\nprint(*(n for n in sys.modules if '{FLA}' in n))",
     )
-    found = run(code).split()
+    found = names.split()
     assert f"{FLA}.calls" in found
     assert not [name for name in found if name.startswith((f"{FLA}.takeover", f"{FLA}.stand_in"))]
 
@@ -142,5 +142,4 @@ with ThreadPoolExecutor(len(PATHS)) as pool:
 
 
 def test_threads_import_at_once():
-    for _ in range(3):
-        run(THREADS)
+    run(*[THREADS] * 3)

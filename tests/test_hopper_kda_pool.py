@@ -1,7 +1,7 @@
 """Prompts of Kimi Delta Attention on a pool, by name on the Hopper backend: on a GPU of that kind, or with its kernels
 emulated, and `list_prompts` and `decode` in Triton's interpreter."""
 
-import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,8 @@ from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
 from prompt_truth import check_resumed, make_prompts, on_cpu, prompts_truth, run_prompts
 from serving_truth import slots
+from test_hopper_pool import DEVICE, LENGTHS, allow_by_name, runs, take
+from test_hopper_pool import TINY as SCALAR
 
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.channel import prefill, prepare, prompts, scan
@@ -26,19 +28,13 @@ from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
-from flash_delta.ops.serving import _run
 from flash_delta.ops.serving.around import around_of
 from flash_delta.problem import Gate, Inputs, Pools, Problem, Slots
 from flash_delta.testing import allowed, products_in, relative_error
 from tests.changed import changed
 from tests.gluon_emulator import Kernel, emulated
 
-DEVICE = "cuda" if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 else "cpu"
-runs = pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="asks a Hopper GPU or the interpreter"
-)
-LENGTHS = (70, 1, 0, 130, 17, 16, 64)
-TINY = {"H": 1, "HV": 2, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": DEVICE}
+TINY = SCALAR | {"K": 128, "V": 128}
 KINDS = ("kda-bounded", "kda-raw", "kda")
 
 
@@ -65,17 +61,8 @@ def launched(monkeypatch, request):
         monkeypatch.setattr(module, name, Kernel(function, lambda own, of=of: noted.extend(of(own))))
     monkeypatch.setattr(prefill, "chip_of", lambda device: chip)
     monkeypatch.setattr(calls, "chip_of", lambda device: chip._replace(target="interpreter"))
-    load, choose = _run.load_backend, _run.choose_backend
-    monkeypatch.setattr(_run, "load_backend", lambda name: backend if name == "hopper" else load(name))
-    monkeypatch.setattr(_run, "choose_backend", lambda p, wish: wish if wish == "hopper" else choose(p, wish))
-
-    def forms():
-        found = noted[:]
-        noted.clear()
-        _known_calls.calls.clear()
-        return found
-
-    yield forms
+    allow_by_name(monkeypatch)
+    yield partial(take, noted)
     _known_calls.calls.clear()
 
 

@@ -3,6 +3,7 @@ emulated."""
 
 import os
 import random
+from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 
@@ -61,19 +62,24 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, name, kernel)
     for module in (calls, listed, backend):
         monkeypatch.setattr(module, "chip_of", lambda device: Chip("interpreter", 3))
-    load = _run.load_backend
+    allow_by_name(monkeypatch)
+    yield partial(take, noted)
+    _known_calls.calls.clear()
+
+
+def allow_by_name(monkeypatch):
+    """Lets calls name the backend "hopper" where there is no such GPU."""
+    load, choose = _run.load_backend, _run.choose_backend
     monkeypatch.setattr(_run, "load_backend", lambda name: backend if name == "hopper" else load(name))
-    choose = _run.choose_backend
     monkeypatch.setattr(_run, "choose_backend", lambda p, wish: wish if wish == "hopper" else choose(p, wish))
 
-    def forms():
-        found = noted[:]
-        noted.clear()
-        _known_calls.calls.clear()
-        return found
 
-    yield forms
+def take(noted):
+    """What was noted since it was asked before. The next call is looked at again."""
+    found = noted[:]
+    noted.clear()
     _known_calls.calls.clear()
+    return found
 
 
 def cut_prompts_at(monkeypatch, *numbers):

@@ -369,20 +369,8 @@ def test_contributing_is_short():
 
 
 CALLERS = {
-    "q",
-    "k",
-    "v",
-    "g",
-    "beta",
-    "A_log",
-    "dt_bias",
-    "do",
-    "initial_state",
-    "dfinal",
-    "cu_seqlens",
-    "read_indices",
-    "gate",
-    "weight",
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "do", "initial_state", "dfinal"),
+    *("cu_seqlens", "read_indices", "gate", "weight"),
 }
 POINTER = {"find_chunk": 1, "bounds": 1}  # which argument is one; of the other readers, the first
 

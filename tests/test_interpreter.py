@@ -88,6 +88,28 @@ def test_bounds_of_nan(dtype):
     assert o.tolist() == [0.5, 0.5, -0.5, 0.25]
 
 
+@triton.jit
+def mixed(a, i, o, N: tl.constexpr, OTHER: tl.constexpr):
+    r, other = tl.arange(0, N), tl.arange(0, OTHER)
+    x, n = tl.load(a + r), tl.load(i + r)
+    rows = 2 * x[:, None] - x[None, :] * 0.5
+    chosen = (rows > 0.5) & (n[:, None] != 3) | (n[None, :] <= r[:, None])
+    tl.store(o + r[:, None] * N + other[None, :], tl.where(chosen, rows, n[None, :] + r[:, None] - 1))
+
+
+def test_types_and_shapes_that_meet():
+    """Numbers, float32, int32, int64 and comparisons with NaN, along both axes. What does not fit is refused."""
+    x, n, r, o = torch.randn(16), torch.arange(16) % 7, torch.arange(16), torch.empty(16, 16)
+    x[3] = float("nan")
+    mixed[(1,)](x, n, o, N=16, OTHER=16)
+    rows = 2 * x[:, None] - x[None, :] * 0.5
+    chosen = (rows > 0.5) & (n[:, None] != 3) | (n[None, :] <= r[:, None])
+    want = torch.where(chosen, rows, (n[None, :] + r[:, None] - 1).float())
+    assert torch.equal(o.nan_to_num(7.5), want.nan_to_num(7.5))
+    with pytest.raises(Exception, match=r"incompatible dimensions|must match the existing size"):
+        mixed[(1,)](x, n, o, N=16, OTHER=8)
+
+
 @DTYPES
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_of_the_tuner(name, dtype):

@@ -19,12 +19,6 @@ TAPED = ("lay_tape", *LOOP)
 PARTS = ("find_forgetting", "channel_loop", *SCAN)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Returns a folder for what is compiled once."""
-    return tmp_path_factory.mktemp("driver")
-
-
 def launched(place, heads, calls):
     """The kernels of the forward passes of ``calls``: lengths of packed sequences, one after the other."""
     import flash_delta

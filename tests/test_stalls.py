@@ -24,12 +24,6 @@ def tracked():
     return len(gc.get_objects())
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Returns a folder for what is compiled once."""
-    return tmp_path_factory.mktemp("driver")
-
-
 def objects_left(kind, place):
     """By each of some new lengths."""
     from new_lengths import MOST, Calls

@@ -84,8 +84,8 @@ def compilations(place):
 @pytest.mark.skipif(GPU, reason="a driver is there, and cannot be pretended")
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_threads_wait_for_the_one_that_compiles(process, tmp_path):
-    assert len(process.submit(compilations, tmp_path).result()) == 2
+def test_threads_wait_for_the_one_that_compiles(process, place):
+    assert len(process.submit(compilations, place).result()) == 2
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -24,12 +24,6 @@ MOST, BOUNDS = 30, 22  # Python functions of ours in both passes; in checking bo
 MEMORY = 11  # tensors: o, final state, what is saved, maps of segments, five gradients, and once for each pass the rest
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Returns a folder for what is compiled once."""
-    return tmp_path_factory.mktemp("driver")
-
-
 def counts(place, row):
     """How often a known step calls Python, launches, and allocates."""
     sys.path.append(EXAMPLES)

@@ -9,7 +9,9 @@ from math import prod
 
 import pytest
 import torch
+from early_end import compiled_to
 from example_calls import example
+from forks import in_fork
 from serving_truth import DEVICES, needs_triton
 from serving_truth import make_call as make_decode
 
@@ -282,6 +284,13 @@ def refused(compiled_for, changes):
         return str(error.value)
 
 
+@pytest.fixture(scope="module")
+def untouched():
+    """A process that is only copied: what one test compiles no other one knows."""
+    with clean_processes(1) as (pool, _):
+        yield pool
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("compiled_for", "changes", "why"),
@@ -297,9 +306,8 @@ def refused(compiled_for, changes):
         ({}, {"form": "decode raw reads"}, "write_indices is None"),
     ],
 )  # fmt: skip
-def test_forbidden(compiled_for, changes, why):
-    with clean_processes(1) as (pool, _):
-        message = pool.submit(refused, compiled_for, changes).result()
+def test_forbidden(untouched, compiled_for, changes, why):
+    message = untouched.submit(in_fork, refused, compiled_for, changes).result()
     start = "decode_gated_delta_rule: kernel decode would have to be compiled, which forbid_compilation() forbids: "
     assert message.startswith(start)
     assert message.removeprefix(start).startswith(why)
@@ -321,7 +329,7 @@ def variants():
     from flash_delta.ops._backend import Explain
 
     op, x = example("decode each counted tree", "kda", (16, 32, 128, 128), 1, 1, device="meta")
-    with offline("sm_90a") as compiled:
+    with compiled_to("ttgir"), offline("sm_90a") as compiled:
         for W, start in ((1, 0), (2, 3), (7, 1), (16, 4)):
             table = torch.empty(100, dtype=torch.int32, device="meta")[start:]
             now = x | {"read_indices": table[:W].view(1, W), "num_accepted_tokens": table[:1]}
@@ -354,7 +362,7 @@ def scratch(target):
             chip = Chip(target.removesuffix("a"), processors)
             (t,) = scan_tiles("scan", p, chip, every=False)
             if (case, t) not in sizes:
-                with offline(target) as compiled:
+                with compiled_to("llir"), offline(target) as compiled:
                     rule.call("scan", case, False, t)
                 sizes[case, t] = compiled[0].kernel.metadata.global_scratch_size
             programs = prod(scan_launches.scan_grid(p, PoolLaunch(t, p.N)))
@@ -364,7 +372,7 @@ def scratch(target):
         p = p._replace(pool=pool.dtype)
         asked = []
         for w in scan_launches.pool_scans(p, chip, every=False):
-            with offline(target) as compiled:
+            with compiled_to("llir"), offline(target) as compiled:
                 serving.call_prefill(pool, w.tile)
             asked.append(prod(scan_launches.scan_grid(p, w)) * compiled[0].kernel.metadata.global_scratch_size)
         found.append((scan_launches.scratch_bytes(p, x, chip), max(asked)))

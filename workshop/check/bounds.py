@@ -50,6 +50,11 @@ def _check(what: str, pointers: TensorHandle, mask: TensorHandle) -> None:
     addresses = addresses[wanted.astype(bool)].astype(np.uint64)
     size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
     starts, ends = _given
+    if not addresses.size:
+        return
+    before = np.searchsorted(starts, addresses.min(), side="right")
+    if before and addresses.max() + size <= ends[before - 1]:  # mostly all lie in one tensor
+        return
     before = np.searchsorted(starts, addresses, side="right")  # how many tensors begin at an address or before it
     outside = (before == 0) | (addresses + size > np.append(ends, 0)[before - 1])
     if outside.any():
