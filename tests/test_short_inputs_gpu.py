@@ -12,14 +12,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
-from flash_delta.testing import relative_error
+from flash_delta.testing import allowed, relative_error
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
 WIDTH, T = 256, 200
 BOUNDS = ((0, 70, 70, T), (0, 1, 130, T), (0, 64, 128, T))
-EQUAL = 2.0**-8  # one rounding to bfloat16: inductor keeps sums wider than eager code does
 OF_BOUNDS = pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 
 
@@ -43,11 +42,11 @@ def stack(request):
     return Stack(request.param).to("cuda", torch.bfloat16)
 
 
-def steps(packed):
+def steps(packed, dtype=torch.bfloat16):
     """The inputs of three steps, which differ in values and in bounds."""
     for seed, bounds in enumerate(BOUNDS):
         generator = torch.Generator("cuda").manual_seed(seed)
-        x, dy = torch.randn(2, 1, T, WIDTH, generator=generator, device="cuda").bfloat16()
+        x, dy = torch.randn(2, 1, T, WIDTH, generator=generator, device="cuda").bfloat16().to(dtype)
         yield (x.requires_grad_(), *([torch.tensor(bounds, device="cuda")] if packed else [])), dy
 
 
@@ -56,12 +55,14 @@ def results(module, parameters, inputs, dy):
     return [t.clone() for t in (y.detach(), *torch.autograd.grad(y, [inputs[0], *parameters], dy))]
 
 
-def eager_results(stack, packed):
+def eager_results(stack, packed, dtype=torch.bfloat16):
     """The results of a copy, since autograd makes its nodes of the parameters on the stream of the capture."""
-    stack = copy.deepcopy(stack)
-    return [results(stack, list(stack.parameters()), *step) for step in steps(packed)]
+    stack = copy.deepcopy(stack).to(dtype)
+    return [results(stack, list(stack.parameters()), *step) for step in steps(packed, dtype)]
 
 
+# torch says this of any module that is captured, if its gradients come from another stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 @OF_BOUNDS
 def test_graphed(stack, packed):
     """A replayed graph runs the kernels of the eager step, so that bits are equal, with other bounds too."""
@@ -76,14 +77,16 @@ def test_graphed(stack, packed):
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # torch's own, which makes its memory pool
 @OF_BOUNDS
 def test_reduce_overhead(stack, packed):
+    """Inductor rounds in other places. So results are as near to those in float64 as eager ones are."""
     expected, parameters = eager_results(stack, packed), list(stack.parameters())
+    truth = eager_results(stack, packed, torch.float64)
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(stack, mode="reduce-overhead", fullgraph=True)
     for _ in range(3):  # warms up, captures, replays
-        for step, want in zip(steps(packed), expected, strict=True):
+        for step, of_eager, want in zip(steps(packed), expected, truth, strict=True):
             torch.compiler.cudagraph_mark_step_begin()
-            for got, of_eager in zip(results(compiled, parameters, *step), want, strict=True):
-                assert relative_error(got, of_eager) <= EQUAL
+            for got, other, true in zip(results(compiled, parameters, *step), of_eager, want, strict=True):
+                assert relative_error(got, true) <= allowed(relative_error(other, true), torch.bfloat16)
     assert not counters["inductor"]["cudagraph_skips"]
     assert counters["stats"]["unique_graphs"] == 1
