@@ -353,6 +353,7 @@ def scratch(target):
     from flash_delta.kernels.runtime.pool_launches import PoolLaunch
     from flash_delta.kernels.triton.forward import scan_launches
     from flash_delta.kernels.triton.tiles import scan_tiles
+    from flash_delta.problem import Pools
     from workshop.gate.cases import rule, serving
 
     found, sizes = [], {}
@@ -369,7 +370,7 @@ def scratch(target):
             found.append((scan_launches.scratch_bytes(p, x, chip), programs * sizes[case, t]))
     for pool in (serving.PREFILLS["prefill-gdn-128"], serving.PREFILLS["prefill-kda-128"]):
         p, x = rule.problem_of(pool.model)
-        p = p._replace(pool=pool.dtype)
+        p = p._replace(pools=Pools(dtype=pool.dtype))
         asked = []
         for w in scan_launches.pool_scans(p, chip, every=False):
             with compiled_to("llir"), offline(target) as compiled:

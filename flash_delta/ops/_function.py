@@ -15,7 +15,7 @@ from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at, recall
 from flash_delta.ops._operators.rule import call_operator
 from flash_delta.ops._transforms import differentiable_once, has_tangents, is_traced
-from flash_delta.problem import Inputs, KnownCall, Problem
+from flash_delta.problem import Inputs, KnownCall, Problem, sharing
 
 Bounds = Tensor | Sequence[int] | None  # on the host
 
@@ -121,7 +121,7 @@ def problem_of(x: Inputs, options: dict[str, Any], bounds: Bounds) -> Problem:
 
 def _look(given: tuple[Any, ...], options: dict[str, Any], x: Inputs, bounds: Bounds = None) -> KnownCall:
     """The known call. ``given`` begins with the backend that is asked for."""
-    problem = problem_of(x, options, bounds)
+    problem = sharing(problem_of(x, options, bounds))
     return KnownCall(problem, load_backend(choose_backend(problem, given[0])), problem.needs_grad)
 
 

@@ -68,6 +68,16 @@ class Problem(NamedTuple):
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
+_parts: dict[Gate | Pools | None, Gate | Pools | None] = {}
+
+
+def sharing(p: Problem) -> Problem:
+    """The problem, with the first gate and the first pools that were equal to its own. Known calls of many lengths keep
+    these, because Python's garbage collector visits every object that a new length leaves."""
+    gate, pools = (_parts.setdefault(part, part) for part in (p.gate, p.pools))
+    return p._replace(gate=gate, pools=pools)
+
+
 class Inputs(NamedTuple):
     """The tensors of a call, as given. In the backward pass the same tuple holds their gradients."""
 

@@ -61,7 +61,7 @@ def _same_type(self: core.dtype, other: Any) -> bool:
 def _facts(shape: tuple[int, ...]) -> dict[str, Any]:
     """What a block's type and its tensors know from their shape."""
     if not shape:
-        raise TypeError("0d block_type is forbidden")
+        raise TypeError("shape: expected at least one axis, got none")
     numel, of_type, of_tensor = core.validate_block_shape(shape), core.tuple(shape), [core.constexpr(d) for d in shape]
     tensor = {"tensor_shape": core.tuple(of_tensor), "tensor_numel": core.constexpr(numel)}
     return {"shape": of_type, "numel": numel, "sizes": shape, "text": str(of_type), **tensor}

@@ -14,7 +14,7 @@ from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._operators.define import GateFields, define, named, take
 from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import NOTHING
-from flash_delta.problem import Around, Inputs, KnownCall, Slots
+from flash_delta.problem import Around, Inputs, KnownCall, Slots, sharing
 
 
 def run(
@@ -52,7 +52,7 @@ def _run_known(
 
 def _look(given: tuple[Any, ...], options: "dict[str, Any] | Chosen", x: Inputs, s: Slots, around: Around) -> KnownCall:
     named = options if isinstance(options, dict) else options._asdict()
-    problem = describe(x, s, around, Options(**named))
+    problem = sharing(describe(x, s, around, Options(**named)))
     return KnownCall(problem, load_backend(choose_backend(problem, given[0])), needs_grad=False)
 
 
