@@ -38,8 +38,6 @@ LONG = {  # of tests with many cases, those that take long: beside each of them 
     "test_prefill.py::test_checkpoints[kda-raw-False-triton]",
     "test_prefill.py::test_how_many_prompts_there_are_changes_no_result[kda-triton]",
     "test_prefill.py::test_lengths[kda-True-triton]",
-    "test_serving_random.py::test_steps_of_an_engine[gdn-raw-dtype1-False-None-torch]",
-    "test_serving_random.py::test_steps_of_an_engine[kda-raw-dtype3-True-around3-torch]",
     "test_torch_compile.py::test_a_layer_may_be_compiled_before_it_ever_ran[gdn-grouped]",
     "test_training_ranks.py::test_ranks_train_as_one_process_does[4]",
     "test_transforms.py::test_what_a_nan_reaches[kda-g-triton]",

@@ -6,7 +6,7 @@ advances all sequences together, computes the truth of all. The tokens between t
 
 import random
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 
 import torch
 from serving_truth import bits
@@ -18,7 +18,6 @@ from flash_delta.testing.large import run_workload
 
 TOKENS = ("q", "k", "v", "g", "beta")
 WIDE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-FEW = 16  # tokens; shorter sequences are judged together
 ALIGNED = 16  # tokens; a draw begins at a multiple of these, so that all draws have the same kernels
 
 
@@ -108,7 +107,6 @@ class Round:
         for name in TOKENS:
             self.x[name][0, self.between[self.of_token]] = torch.nan
         self.dead = torch.zeros_like(self.between)  # sequences without a slot
-        self.has = [True] * len(self.lengths)  # an initial state
         self.goals = []  # (sequence, tokens) of every checkpoint
         if form.pool is not None:
             self._choose_slots()
@@ -179,15 +177,10 @@ class Round:
         self.state_limits = allowed(relative(reference["final_state"], self.final), torch.bfloat16)
 
     def _errors(self, o):
-        """Returns the relative error of o for each sequence. Short sequences that are alike count together: where few
-        numbers decide, most of a token's output can cancel, and then one rounding of q k^T is all of its error."""
+        """Returns the relative error of o for each sequence."""
         sums = torch.zeros(2, len(self.lengths), dtype=torch.float64, device=self.device)
         for total, t in zip(sums, (o.double() - self.o, self.o), strict=True):
             total.index_add_(0, self.of_token, t[0].square().sum((1, 2)))
-        lengths, has_state = self.tensor(self.lengths), self.tensor(self.has, torch.bool)
-        for length, has in product(range(1, FEW), (False, True)):
-            alike = (lengths == length) & (has_state == has) & ~self.between & ~self.dead
-            sums[:, alike] = sums[:, alike].sum(1, keepdim=True)
         return (sums[0].sqrt() / (sums[1].sqrt() + 1e-30)).nan_to_num(torch.inf)
 
     def run(self, backend=None):
