@@ -4,7 +4,6 @@ Without a GPU in Triton's interpreter, on a few numbers; on a GPU also on sizes 
 """
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from flash_delta.testing import assert_accurate
 
 pytest.importorskip("triton")
 
+from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.triton.elementwise import backend as kernels
 from flash_delta.kernels.triton.elementwise import convolution as around
@@ -112,9 +112,8 @@ FASTEST = {
 @pytest.mark.parametrize(("B", "T", "D"), FASTEST)
 def test_tokens_of_a_program(B, T, D):
     p = ConvolutionProblem("a test", B, T, D, 4, B, torch.bfloat16, torch.device("cuda", 0), False, "silu")
-    shape = SimpleNamespace(chip=Chip("sm_90", 132))
-    call = SimpleNamespace(p=p, shape=shape, x=Convolved(torch.empty(0, dtype=p.dtype), None))
-    found = around.cut_of("convolve_backward", call).BT, around.cut_of("convolve", call).BT
+    given = p, Chip("sm_90", 132), p.dtype
+    found = around.cut_of("convolve_backward", *given).BT, around.cut_of("convolve", *given).BT
     assert found == (FASTEST[B, T, D], min(32, FASTEST[B, T, D]))
 
 
@@ -293,7 +292,7 @@ def test_a_backward_pass_is_known_by_its_layouts():
     }  # fmt: skip
 
     def name(x, dy):
-        return kernels._name_back(kernels.NORMALIZE_BACK, Normalized(layouts[x], weight), dy)
+        return fastcall.key(False, Normalized(layouts[x], weight), (dy,))
 
     pairs = [("plain", dy) for dy in layouts] + [(x, "plain") for x in layouts if x != "plain"]
     assert len({name(x, layouts[dy]) for x, dy in pairs}) == len(pairs)

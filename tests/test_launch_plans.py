@@ -86,27 +86,6 @@ def launched_for_prompts(place, calls, call=prompts):
     return names, len(compiled)
 
 
-def convolved(place, calls):
-    """The programs of convolutions forward and backward, rows of some length one after the other; and how often
-    something is compiled."""
-    from flash_delta.compiler.pretended_gpu import pretended_gpu
-    from flash_delta.kernels.runtime import launch
-    from flash_delta.modules import causal_conv1d
-    from flash_delta.ops import _known_calls
-
-    _known_calls.calls.clear()
-    grids, make_step, compile_, compiled = [], launch.make_step, launch._compile, []
-    with pretended_gpu(place), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "make_step", lambda f, grid, x: grids.append((f.name, grid[0])) or make_step(f, grid, x))
-        patch.setattr(launch, "_ready", set())
-        patch.setattr(launch, "_compile", lambda *given: compiled.append(given) or compile_(*given))
-        weight = torch.randn(2048, 4, dtype=torch.bfloat16, requires_grad=True)
-        for rows, length in calls:
-            x = torch.zeros(rows, length, 2048, dtype=torch.bfloat16, requires_grad=True)
-            causal_conv1d(x, weight)[0].backward(torch.zeros_like(x))
-    return [grid for name, grid in grids if name != "total"], len(compiled)
-
-
 def planned(place, batches):
     """The grids of the loop that are planned for packed batches whose lengths the host knows, one after the other."""
     import flash_delta
@@ -296,15 +275,6 @@ def test_grids_have_room_for_all_sequences(process, place, backend, op, count, K
     """A grid has room for as many sequences as a backend takes, also if one of them is long enough to be split."""
     call = backend, op, count, K, dtype, long, training
     assert process.submit(longest_axes, place, [call]).result() == [longest]
-
-
-def test_tokens_of_a_convolutions_programs(process, place):
-    """They follow the number of tokens: 16 and 32 forward, 16 to 128 backward. A new number compiles nothing."""
-    grids, compilations = process.submit(convolved, place, [(1, 1024), (2, 2048), (8, 1024), (4, 4096)]).result()
-    tokens = (1024, 4096, 8192, 16384)
-    assert grids[::2] == [8 * T // BT for T, BT in zip(tokens, (16, 32, 32, 32), strict=True)]
-    assert grids[1::2] == [8 * T // BT for T, BT in zip(tokens, (16, 32, 64, 128), strict=True)]
-    assert compilations == 2
 
 
 FEW, POOL_LOOP = SCAN, ("channel_prompts",)

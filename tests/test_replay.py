@@ -33,7 +33,7 @@ class Launched(list):
 @pytest.fixture
 def known(monkeypatch):
     """A call on tensors of the CPU that was launched."""
-    monkeypatch.setattr(launch, "_several_devices", lambda: False)
+    monkeypatch.setattr(launch, "several_devices", lambda: False)
     p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), eps=1e-5, activation=None)
     return KnownCall(p, None, False, {KIND: Shape(0, None, Launched())})
 
@@ -66,11 +66,11 @@ def test_c_is_compiled_beside_the_first_calls_kernels(call, monkeypatch):
 
 def test_an_older_torch_has_no_c(call, monkeypatch):
     """Without the interface by which C reads tensors nothing loads it, and Triton's launcher launches."""
-    assert calls._direct(torch.device("cuda"))
+    assert calls.is_direct(torch.device("cuda"))
     monkeypatch.setattr(calls.fastcall, "API", None)
     monkeypatch.setattr(calls.fastcall, "load", lambda: pytest.fail("C cannot be loaded"))
     monkeypatch.setattr(launch, "_ready", set())
-    assert not calls._direct(torch.device("cuda"))
+    assert not calls.is_direct(torch.device("cuda"))
     launch._compile((call, lambda c: None))
 
 
@@ -97,7 +97,7 @@ def test_profilers_see_launches(call, known, monkeypatch):
 
 def test_other_devices_are_made_current(call, known, monkeypatch):
     entered = []
-    monkeypatch.setattr(launch, "_several_devices", lambda: True)
+    monkeypatch.setattr(launch, "several_devices", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or torch.no_grad())
     launch.remember(call, call.x)

@@ -91,7 +91,6 @@ def test_threads_wait_for_the_one_that_compiles(process, place):
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_keys_that_come_at_once_get_different_numbers(monkeypatch):
     from flash_delta.kernels.runtime import compile_key
-    from flash_delta.problem import NormProblem
 
     class Slow(dict):
         def __len__(self):
@@ -100,6 +99,5 @@ def test_keys_that_come_at_once_get_different_numbers(monkeypatch):
             return count
 
     monkeypatch.setattr(compile_key, "key_numbers", Slow())
-    problem = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), None, 1e-5)
-    flags = [compile_key.elementwise_flags_of(problem._replace(D=D), ("normalize",)) for D in range(THREADS)]
+    flags = [compile_key.Flags._make([(str(number),), *compile_key.Flags._fields[1:]]) for number in range(THREADS)]
     assert sorted(together(lambda number: compile_key.key_of(flags[number], ()))) == list(range(THREADS))

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile, next_power_of_2, overlaps, precision
-from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.launch import LaunchPlan, launch
 from flash_delta.problem import SHORT, Problem, Slots
 
 LONG = 2**30  # in tokens, more than any sequence has
@@ -31,7 +31,7 @@ def launch_rule(
 ) -> None:
     """Launches a kernel with the problem's constants that it has parameters for. ``own``: constants of this launch."""
     used = constants_of(c, kernel, (*pointers, *scalars), t, **own)
-    launch(c, kernel, pointers, Plan(grid, t, scalars, used, follows and overlaps(c.p, c.shape.chip), contracts))
+    launch(c, kernel, pointers, LaunchPlan(grid, t, scalars, used, follows and overlaps(c.p, c.shape.chip), contracts))
 
 
 def state_unit(p: Problem) -> float:

@@ -10,10 +10,10 @@ from triton import knobs
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.chip import Chip, chip_of
-from flash_delta.kernels.runtime.compile_key import elementwise_flags_of, flags_of, key_of, laid_out
-from flash_delta.kernels.runtime.cuda_driver import Replay, Step
+from flash_delta.kernels.runtime.compile_key import flags_of, key_of, laid_out
+from flash_delta.kernels.runtime.cuda_driver import BoundStep, Replay
 from flash_delta.kernels.runtime.workspace import Workspace
-from flash_delta.problem import ElementwiseInputs, ElementwiseProblem, Inputs, KnownCall, Problem
+from flash_delta.problem import Inputs, KnownCall, Problem
 
 MOST = 64  # launches that a known call keeps: one for each plan of segments and each layout of a gradient
 
@@ -32,13 +32,13 @@ class Shape:
 class Call(NamedTuple):
     """One call of an op, forward or backward, as launchers take it."""
 
-    p: Problem | ElementwiseProblem
-    x: Inputs | ElementwiseInputs
+    p: Problem
+    x: Inputs
     more: tuple[Tensor | None, ...]  # other tensors from outside
     shape: Shape
     direct: bool  # launched with addresses, without Triton's launcher
     compiling: dict | None = None  # if given, launchers launch nothing: they list here what any size may need compiled
-    steps: list[Step] | None = None  # if given, launchers note their launches here
+    steps: list[BoundStep] | None = None  # if given, launchers note their launches here
 
     @property
     def keys(self) -> Tensor:
@@ -60,36 +60,19 @@ def make_call(
     if shape is None:
         shape = Shape(key_of(flags_of(p, kind), laid_out(*x, *more)), chip_of(p.device))
     keep(known, name, shape)
-    return Call(p, x, more, shape, _direct(p.device))
+    return Call(p, x, more, shape, is_direct(p.device))
 
 
-def keep(known: KnownCall | None, name: tuple, shape: Shape) -> None:
-    """Puts a shape into ``known``, as the newest one."""
+def keep(known: KnownCall | None, name: Any, launches: Any) -> None:
+    """Puts launches into ``known``, as the newest ones."""
     if known is not None:
         if len(known.launches) >= MOST:
-            oldest, *_ = known.launches  # in one step, since other threads put shapes in, too
+            oldest, *_ = known.launches  # in one step, since other threads put launches in, too
             known.launches.pop(oldest, None)
-        known.launches[name] = shape
+        known.launches[name] = launches
 
 
-def make_elementwise_call(
-    p: ElementwiseProblem, x: ElementwiseInputs, kind: tuple, *more: Tensor | None, known: KnownCall | None = None,
-    name: tuple | None = None,
-) -> Call:  # fmt: skip
-    """Makes the call of a convolution, norm or gate, as `make_call` does for the rule. Kernels are compiled for
-    everything in a problem except T and N. ``more``: gradients, which are no part of the call that ``known`` was made
-    for. A call with these needs a ``name`` of its own, which contains their layouts."""
-    name = kind if name is None else name
-    shape = None if known is None else known.launches.get(name)
-    if shape is None:
-        # An axis is added in front: `_layout` ignores strides of fewer axes than three, and those of rows [M, D] count.
-        tensors = [None if t is None else (t.dtype, (0, *t.stride()), t.data_ptr() % 16) for t in (*x, *more)]
-        shape = Shape(key_of(elementwise_flags_of(p, kind), tuple(tensors)), chip_of(p.device))
-        keep(known, name, shape)
-    return Call(p, x, more, shape, _direct(p.device))
-
-
-def _direct(device: torch.device) -> bool:
+def is_direct(device: torch.device) -> bool:
     """Whether to launch without Triton's launcher. AMD's GPUs and an older torch need Triton's launcher."""
     return device.type == "cuda" and torch.version.hip is None and fastcall.API is not None and not profiled()
 

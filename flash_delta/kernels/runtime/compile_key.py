@@ -13,11 +13,7 @@ from torch import Tensor
 from flash_delta.problem import (
     Around,
     Compiled,
-    ConvolutionProblem,
-    ElementwiseProblem,
-    GateProblem,
     Inputs,
-    NormProblem,
     Pools,
     Problem,
     Slots,
@@ -49,13 +45,6 @@ _compiled, _of_pools = (attrgetter(*marked(fields, Compiled)) for fields in (Pro
 NO_POOLS = Pools()
 
 
-# The same for convolution, norm and gate around the rule.
-_module_flags = {
-    problem: NamedTuple(f"{problem.__name__}Flags", [("kind", tuple), *marked(problem, Compiled).items()])
-    for problem in (ConvolutionProblem, NormProblem, GateProblem)
-}
-
-
 class TensorLayout(NamedTuple):
     """The properties of a tensor that compiled code depends on."""
 
@@ -78,11 +67,6 @@ def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
 def flags_of(p: Problem, kind: tuple) -> Flags:
     gate, pools = (p.gate.kind, p.gate.raw, p.gate.bound is not None), _of_pools(p.pools or NO_POOLS)
     return Flags(kind, *_compiled(p), *gate, *pools, p.most_beta > 1, kind in (DECODE, STEP) and alone(p))
-
-
-def elementwise_flags_of(p: ElementwiseProblem, kind: tuple) -> NamedTuple:
-    flags = _module_flags[type(p)]
-    return flags(kind, *[getattr(p, name) for name in flags._fields[1:]])
 
 
 def key_of(flags: NamedTuple, tensors: tuple[tuple | None, ...]) -> int:

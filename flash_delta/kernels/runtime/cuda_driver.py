@@ -40,17 +40,17 @@ class Kernel(NamedTuple):
     letters: bytes  # a letter for the type of each parameter (build.c)
 
 
-class Step(NamedTuple):
-    """One launch, from which a frame is made."""
+class BoundStep(NamedTuple):
+    """A step with its kernel and the values of its parameters, from which a frame is made."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
     values: tuple[Any, ...]  # of its parameters; pointers are tensors of the call, or addresses inside of workspaces
 
 
-def make_step(compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]) -> Step:
+def make_step(compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]) -> BoundStep:
     """``values``: one for each parameter of the kernel. For a descriptor it is the result of `describe`."""
-    return Step(kernel_of(compiled), grid, values)
+    return BoundStep(kernel_of(compiled), grid, values)
 
 
 @lru_cache(None)
@@ -101,9 +101,10 @@ def describe(
 class Replay:
     """Repeats a call's launches.
 
-    ``tensors``: all tensors of the call. The last of them may be spare, which means that only the call's kernels use
-    them. ``spare``: how much memory these take, and their places in it. Scratch memory is one more spare tensor. All
-    launches share it, since a launch's scratch memory is free when the next one is launched (chunk.follow).
+    ``tensors``: all tensors of the call, or None for each if steps say their numbers (fastcall/build.c). The last of
+    them may be spare, which means that only the call's kernels use them. ``spare``: how much memory these take, and
+    their places in it. Scratch memory is one more spare tensor. All launches share it, since a launch's scratch memory
+    is free when the next one is launched (chunk.follow).
 
     There may be one such object for each length, so it holds few objects that Python's garbage collector visits. The
     driver reads launches from bytes (`frames`). It reads them only during the launch, so afterwards they can be written
@@ -112,7 +113,9 @@ class Replay:
 
     __slots__ = ("frames", "has_places", "names", "scratch", "size", "start", "stream_of", "template")
 
-    def __init__(self, steps: Sequence[Step], tensors: tuple[Any, ...], spare: tuple[int, tuple[int, ...]] = (0, ())):
+    def __init__(
+        self, steps: Sequence[BoundStep], tensors: tuple[Any, ...], spare: tuple[int, tuple[int, ...]] = (0, ())
+    ):
         self.scratch = max((prod(step.grid) * step.kernel.scratch for step in steps), default=0)
         size, places = spare
         if self.scratch:
@@ -135,15 +138,19 @@ class Replay:
             frame = self.frames.pop()
         except IndexError:
             frame = fastcall.load().copy(self.template)
-        stream = self.stream_of(device.index)
-        status = self.start(frame, stream, memory, *groups)
+        status = self.start(frame, self.stream_of(device.index), memory, *groups)
+        if status:
+            self.recover(status, frame, device, memory, *groups)
+        self.frames.append(frame)
+
+    def recover(self, status: int, frame: bytearray, device: torch.device, *given: Any) -> None:
+        """Launches again if only the thread had no context. Otherwise raises the driver's error."""
         if status == INVALID_CONTEXT:
             make_current(device)
-            status = self.start(frame, stream, memory, *groups)
+            status = self.start(frame, self.stream_of(device.index), *given)
         if status:
             done = fastcall.load().done(frame)
             _check(status, "describe a tensor" if done < 0 else f"launch {self.names[done]}")
-        self.frames.append(frame)
 
 
 @lru_cache(1)

@@ -9,7 +9,7 @@ from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.cuda_driver import Step, describe, make_step
+from flash_delta.kernels.runtime.cuda_driver import BoundStep, describe, make_step
 from flash_delta.kernels.runtime.launch import compiled_as
 from flash_delta.kernels.runtime.profiling import tell
 
@@ -50,7 +50,7 @@ def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -
             kernel[plan.grid](*arguments, **plan.constants, **options)
 
 
-def step_of(compiled: Any, plan: DescribedPlan, described: dict[int, tuple]) -> Step:
+def step_of(compiled: Any, plan: DescribedPlan, described: dict[int, tuple]) -> BoundStep:
     """The launch of a plan. ``described``: descriptors that plans share, by their identity."""
     metas = iter(compiled.metadata.tensordesc_meta)
     values = [_described(a, next(metas), described) if type(a) is Descriptor else a for a in plan.arguments]

@@ -1,13 +1,13 @@
 """A switch that makes it an error to compile a kernel, and the error's message."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton import knobs
 
 from flash_delta.kernels.runtime.compile_key import Key
-from flash_delta.problem import PACKAGE
+from flash_delta.problem import PACKAGE, Compiled, ElementwiseProblem, Problem, marked
 
 
 class Refused(Exception):
@@ -56,3 +56,36 @@ def _unlike(new: Key, old: Key, tensors: dict[str, Tensor | None]) -> Iterator[s
             yield f"{name} starts at {'a' if a.aligned else 'no'} multiple of 16 bytes"
         if a.strides != b.strides:
             yield f"{name} has strides {list(t.stride())}, for which other code is compiled"
+
+
+class PlannedCall(NamedTuple):
+    """A call as planners see it."""
+
+    problem: Problem | ElementwiseProblem
+    planner: Callable[..., Any]
+    layouts: tuple[Any, ...]  # groups of `Layout`
+
+
+def difference_of(new: PlannedCall, known: Iterable[PlannedCall]) -> str:
+    """What distinguishes a planned call from the most similar ``known`` one."""
+    unlike = [list(_unlike_calls(new, call)) for call in known if call.planner is new.planner]
+    return ", ".join(min(unlike, key=len)) if unlike else "nothing of its kind was compiled before"
+
+
+def _unlike_calls(new: PlannedCall, old: PlannedCall) -> Iterator[str]:
+    for name in marked(type(new.problem), Compiled):
+        a, b = getattr(new.problem, name), getattr(old.problem, name)
+        if a != b:
+            yield f"{name} is {a}, compiled was {b}"
+    for group, before in zip(new.layouts, old.layouts, strict=True):
+        for name, a, b in zip(group._fields, group, before, strict=True):
+            if a is None or b is None:
+                if a is not b:
+                    yield f"{name} is {'None' if a is None else 'given'}"
+                continue
+            if a.dtype != b.dtype:
+                yield f"{name} is {a.dtype}, compiled was {b.dtype}"
+            if (a.offset == 0) != (b.offset == 0):
+                yield f"{name} starts at {'no' if a.offset else 'a'} multiple of 16 bytes"
+            if [(s % 16 == 0, s == 1) for s in a.strides] != [(s % 16 == 0, s == 1) for s in b.strides]:
+                yield f"{name} has strides {list(a.strides)}, for which other code is compiled"

@@ -25,6 +25,7 @@ from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import key_numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
+from flash_delta.kernels.runtime.plan import Step
 from flash_delta.kernels.runtime.profiling import tell
 from flash_delta.kernels.runtime.together import compile_together
 from flash_delta.kernels.runtime.turns import taking_turns
@@ -33,7 +34,7 @@ from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
 Kernels = Callable[[Call], None]
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """One launch, except the tensors."""
 
     grid: tuple[int, int, int]
@@ -46,7 +47,7 @@ class Plan(NamedTuple):
 
 _compiled: dict[tuple, Any] = {}  # by `_name`
 _ready: set[int] = set()
-_compiling = RLock()
+compiling = RLock()
 
 
 def run(
@@ -81,19 +82,25 @@ def run(
 
 
 def _compile(*calls: tuple[Call, Kernels]) -> None:
-    """Compiles everything that calls with these keys can ever launch, in parallel. The slowest kernels come first. If
-    several threads make such a call first, one of them compiles, and the others wait."""
-    with _compiling:
+    """Compiles everything that calls with these keys can ever launch, in parallel. If several threads make
+    such a call first, one of them compiles, and the others wait."""
+    with compiling:
         if all(c.shape.key in _ready for c, _ in calls):
             return
         wanted: dict[tuple, partial] = {}
         for c, kernels in calls:
             kernels(c._replace(direct=False, compiling=wanted))
-        names = sorted(wanted, key=lambda name: _size(wanted[name]), reverse=True)
-        with _explained(calls[0][0]), taking_turns():
-            found = compile_together([wanted[name] for name in names], beside=_load)
-        _compiled.update(zip(names, found, strict=True))
+        with _explained(calls[0][0]):
+            _compiled.update(compile_all(wanted))
         _ready.update(c.shape.key for c, _ in calls)
+
+
+def compile_all(wanted: dict[tuple, partial]) -> dict[tuple, Any]:
+    """Compiles kernels in parallel. The slowest ones come first."""
+    names = sorted(wanted, key=lambda name: _size(wanted[name]), reverse=True)
+    with taking_turns():
+        found = compile_together([wanted[name] for name in names], beside=_load)
+    return dict(zip(names, found, strict=True))
 
 
 def _load() -> None:
@@ -136,7 +143,7 @@ def again(
         return None
     device = known.problem.device
     made = made or tuple([t and torch.empty(*t[1:], dtype=t[0], device=device) for t in shape.makes])
-    if _several_devices() and device.index != torch.cuda.current_device():
+    if several_devices() and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             shape.replay.launch(device, *groups, made)
     else:
@@ -161,15 +168,15 @@ def _explained(c: Call) -> Iterator[None]:
 
 
 @lru_cache(None)
-def _several_devices() -> bool:
+def several_devices() -> bool:
     return torch.cuda.device_count() > 1
 
 
-def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> None:
+def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: LaunchPlan) -> None:
     """Launches a kernel. ``pointers``, the plan's scalars and its constants are the kernel's parameters, in order."""
     values = (*pointers, *plan.scalars)
     if c.compiling is not None:
-        compile_it = partial(kernel.warmup, *values, grid=plan.grid, **plan.constants, **_options(plan))
+        compile_it = partial(kernel.warmup, *values, grid=plan.grid, **plan.constants, **options_of(plan))
         c.compiling[_name(c, kernel, plan)] = compile_it
     elif 0 in plan.grid:
         return
@@ -178,12 +185,12 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: Plan) -> None:
         c.steps.append(make_step(compiled, plan.grid, (*values, *plan.constants.values())))
     else:
         kernel.launch_metadata = tell
-        with _memory_for_descriptors() if plan.tile.tma else nullcontext():
-            kernel[plan.grid](*values, **plan.constants, **_options(plan))
+        with memory_for_descriptors() if plan.tile.tma else nullcontext():
+            kernel[plan.grid](*values, **plan.constants, **options_of(plan))
 
 
 @contextmanager
-def _memory_for_descriptors() -> Iterator[None]:
+def memory_for_descriptors() -> Iterator[None]:
     """A context in which Triton has an allocator. If the caller has set one, it is the caller's."""
     if not isinstance(_allocator.get(), NullAllocator):
         yield
@@ -200,7 +207,7 @@ def compiled_as(name: tuple) -> Any:
     return _compiled[name]
 
 
-def _name(c: Call, kernel: Any, plan: Plan) -> tuple:
+def _name(c: Call, kernel: Any, plan: LaunchPlan) -> tuple:
     """The name of a compiled kernel: what calls of a shape share, and what is specific to this launch."""
     return id(kernel), c.shape.key, plan.tile, *plan.constants.values()
 
@@ -214,7 +221,7 @@ def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return list(found.values())
 
 
-def _options(plan: Plan) -> dict[str, int | bool]:
+def options_of(plan: LaunchPlan | Step) -> dict[str, int | bool]:
     """Triton's options for a launch. AMD's compiler does not have the last two."""
     t = plan.tile
     options = {"num_warps": t.warps, "num_stages": t.stages, "enable_fp_fusion": plan.contracts}

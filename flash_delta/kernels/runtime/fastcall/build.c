@@ -27,11 +27,18 @@ static int find(const Builder *b, PyObject *value, int64_t *word, uint64_t *offs
   return 0;
 }
 
+// A plan says the number of a tensor, and the offset in it.
+static int read_place(const Builder *b, PyObject *value, Inner *at) {
+  if (!PyArg_ParseTuple(value, "LK", &at->word, &at->offset)) return 0;
+  if (0 <= at->word && at->word < b->count) return 1;
+  return !PyErr_Format(PyExc_ValueError, "expected the number of a tensor, got %R", value);
+}
+
 // The number of the word that will hold the value's address, or -1 with an exception.
 static int64_t word_of(const Builder *b, PyObject *value) {
   Frame *f = b->frame;
   Inner at;
-  if (!find(b, value, &at.word, &at.offset)) return -1;
+  if (PyTuple_Check(value) ? !read_place(b, value, &at) : !find(b, value, &at.word, &at.offset)) return -1;
   if (!at.offset) return at.word;
   f->inner[f->inners] = at;
   return f->tensors + f->spare + f->inners++;
@@ -112,7 +119,7 @@ static int put_value(Builder *b, const char **letters, PyObject *value) {
   }
 }
 
-// The `Step` of cuda_driver.py. There the kernel is a separate tuple.
+// The `BoundStep` of cuda_driver.py. There the kernel is a separate tuple.
 typedef struct {
   unsigned grid[3];
   const char *name;
@@ -215,7 +222,7 @@ static int look_at(PyObject *tensors, Given *given) {
 }
 
 PyDoc_STRVAR(frame_doc, "frame(launch, replace, steps, tensors, places, scratch) -> bytearray, for `launch`.\n\n"
-                        "launch, replace: the driver's functions.  steps: each launch, as cuda_driver.Step.\n"
+                        "launch, replace: the driver's functions.  steps: each launch, as cuda_driver.BoundStep.\n"
                         "tensors: all of the call; the last ones may be in spare memory, at `places`.\n"
                         "scratch: whether the last place is scratch memory, which is no tensor.");
 static PyObject *make_frame(PyObject *self, PyObject *args) {

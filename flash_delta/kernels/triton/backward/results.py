@@ -9,7 +9,7 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.launch import Kernels
-from flash_delta.kernels.triton.elementwise.norm import run_sum
+from flash_delta.kernels.triton.elementwise.total import run_sum
 from flash_delta.problem import Inputs, Problem
 
 

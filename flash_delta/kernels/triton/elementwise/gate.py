@@ -5,15 +5,17 @@
 The formulas are those of kernels/device. Channels of all heads are one axis of D = HV K.
 """
 
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.gates import channel_gate_backward, channel_log_decay, head_log_decay
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Tile, next_power_of_2
-from flash_delta.kernels.runtime.launch import Plan, launch
-from flash_delta.problem import MOST_GATES
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, Tile, next_power_of_2
+from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step
+from flash_delta.problem import MOST_GATES, Gated, GateProblem
 
 
 @triton.jit
@@ -88,32 +90,55 @@ PROGRAMS = 1024  # at most, in the backward pass: a few per multiprocessor, and 
 WARPS = Tile(4, 1)
 
 
-def run_decay(c: Call, y: Tensor) -> None:
-    """g is [M, HV, K]."""
-    x, M = c.x, len(c.x.g)
-    (blocks, rows), constants = _tile(c, NUMBERS)
-    grid = -(-M // rows), blocks, 1
-    launch(c, decay, (*x, y), Plan(grid, WARPS, (M, c.p.gate.bound or 0.0, *x.g.stride()), constants))
+class GateGradient(NamedTuple):
+    """The gradient of a gate's result."""
+
+    dy: Any
 
 
-def count_gate_parts(c: Call) -> int:
-    """The number of programs of `run_decay_backward` along the rows."""
-    (blocks, rows), _ = _tile(c, BACKWARD_NUMBERS)
-    return min(max(1, PROGRAMS // blocks), -(-len(c.x.g) // rows))
+def plan_gate(p: GateProblem, chip: Chip, x: Gated) -> Plan:
+    """y, in the shape of g."""
+    made = Making()
+    y = made.new("y", x.g.shape, p.output_dtype)
+    if 0 in x.g.shape:
+        return Plan((), tuple(made), (y,))
+    (blocks, rows), constants = _tile(p, NUMBERS)
+    (g, strides), M = _heads(made, p, "g", x.g), prod(x.g.shape) // (p.HV * p.K)
+    arguments = g, *_parameters(made, x), y, M, p.gate.bound or 0.0, *strides
+    return Plan((Step(decay, (-(-M // rows), blocks, 1), WARPS, arguments, constants),), tuple(made), (y,))
 
 
-def run_decay_backward(c: Call, dg: Tensor, parts: Tensor) -> None:
-    """``c.more``: dy [M, HV, K]."""
-    x, (dy,), programs = c.x, c.more, len(parts)
-    (blocks, rows), constants = _tile(c, BACKWARD_NUMBERS)
-    scalars = len(x.g), c.p.gate.bound or 0.0, programs * rows, *x.g.stride(), *dy.stride()
-    launch(c, decay_backward, (*x, dy, dg, parts), Plan((programs, blocks, 1), WARPS, scalars, constants))
+def plan_gate_backward(p: GateProblem, chip: Chip, x: Gated, after: GateGradient) -> Plan:
+    """The gradient of g, and the programs' parts of those of A_log and dt_bias, [programs, 2, HV, K]."""
+    made = Making()
+    dg, M = made.like("dg", x.g), prod(x.g.shape) // (p.HV * p.K)
+    (blocks, rows), constants = _tile(p, BACKWARD_NUMBERS)
+    programs = min(max(1, PROGRAMS // blocks), -(-M // rows))
+    parts = made.new("parts", (programs, 2, p.HV, p.K), torch.float32)
+    if not M:
+        return Plan((), tuple(made), (dg, parts))
+    (g, strides), (dy, dy_strides) = _heads(made, p, "g", x.g), _heads(made, p, "dy", after.dy)
+    numbers = M, p.gate.bound or 0.0, programs * rows, *strides, *dy_strides
+    arguments = g, *_parameters(made, x), dy, dg, parts, *numbers
+    return Plan((Step(decay_backward, (programs, blocks, 1), WARPS, arguments, constants),), tuple(made), (dg, parts))
 
 
-def _tile(c: Call, numbers: int) -> tuple[tuple[int, int], dict[str, int | bool]]:
+def _heads(made: Making, p: GateProblem, name: str, t: Layout) -> tuple[str, tuple[int, ...]]:
+    """A tensor as rows [M, HV, K], without a copy if strides allow it, and its strides."""
+    if p.gate.kind == "channel":
+        return made.rows(name, t, 2)
+    name, strides = made.rows(name, t, 1)
+    return name, (*strides, 1)
+
+
+def _parameters(made: Making, x: Gated) -> tuple[str | None, str | None]:
+    return made.whole("A_log", x.A_log), made.whole("dt_bias", x.dt_bias)
+
+
+def _tile(p: GateProblem, numbers: int) -> tuple[tuple[int, int], dict[str, int | bool]]:
     """Blocks of columns and rows of a tile, and the kernel's constants."""
-    D = c.p.HV * c.p.K
+    D = p.HV * p.K
     BD = min(COLUMNS, next_power_of_2(D))
     rows = numbers // BD
-    constants = {"D": D, "K": c.p.K, "BD": BD, "ROWS": rows, "BOUNDED": c.p.gate.bound is not None}
+    constants = {"D": D, "K": p.K, "BD": BD, "ROWS": rows, "BOUNDED": p.gate.bound is not None}
     return (-(-D // BD), rows), constants

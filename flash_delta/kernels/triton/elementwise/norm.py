@@ -1,4 +1,4 @@
-"""The RMS norm, gated or not, forward and backward; and the sum over programs for gradients of parameters.
+"""The RMS norm, gated or not, forward and backward.
 
     y = x r w act(gate),  r = 1 / sqrt(mean(x²) + eps)
 
@@ -7,14 +7,19 @@ Backward, with n = x r and u = dy act(gate):
     dgate = dy n w act'(gate)        dw = sum over rows of u n        dx = r (u w - n mean(u w n))
 """
 
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.activation import sigmoid
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import Tile, next_power_of_2
-from flash_delta.kernels.runtime.launch import Plan, launch
+from flash_delta.kernels.runtime.chip import Chip, Tile, next_power_of_2
+from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, contiguous, has_unit_stride, row_stride
+from flash_delta.kernels.triton.elementwise.total import sum_parts
+from flash_delta.problem import Normalized, NormProblem
 
 
 @triton.jit
@@ -103,74 +108,93 @@ def normalize_backward(
         tl.store(parts + tl.program_id(0).to(tl.int64) * D + d, tl.sum(dw, 0), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["P"])
-def total(
-    parts, dweight, dbias, P, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr
-):
-    """Sums parts [P, ROWS, D] over P, always in the same order, to dweight [D, W], and the last row to dbias [D]."""
-    w, d, p = tl.program_id(1), tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BP)
-    inside, sums = d < D, tl.zeros([BP, BD], tl.float32)
-    for first in range(0, P, BP):
-        at = parts + ((first + p).to(tl.int64)[:, None] * ROWS + w) * D + d[None, :]
-        sums += tl.load(at, mask=(first + p < P)[:, None] & inside[None, :], other=0.0)
-    result = tl.sum(sums, 0)
-    tl.store(dweight + d * W + w, result.to(dweight.dtype.element_ty), mask=inside & (w < W))
-    if dbias is not None:
-        tl.store(dbias + d, result.to(dbias.dtype.element_ty), mask=inside & (w == W))
-
-
 ROWS, BACKWARD_ROWS = 4096, 1024  # numbers in a norm's tile
 PROGRAMS = 1024  # at most, in a norm's backward pass: a few per multiprocessor, and few sums to add
-TOTAL = Tile(4, 1, 16)
-SUMMED = 128  # rows in a step of ``total``
 
 
-def run_normalize(c: Call, y: Tensor) -> None:
-    """x are rows [M, D], and the gate is [tokens, groups, D of the heads of a group]."""
-    x, BD, rows, t = c.x, *row_tile(c.p.D, ROWS)
-    M = len(x.x)
-    scalars = M, c.p.eps, x.x.stride(0), token_and_head(x.gate)
-    constants = {"D": c.p.D, "BD": BD, "ROWS": rows, "HEADS": heads_of(x.gate, c.p.D), "ACTIVATION": c.p.activation}
-    launch(c, normalize, (x.x, x.gate, x.weight, y), Plan((-(-M // rows), 1, 1), t, scalars, constants))
+class NormGradient(NamedTuple):
+    """The gradient of a norm's result, and where to write that of the gate; None: to new memory."""
+
+    dy: Any
+    to_gate: Any
 
 
-def count_row_parts(c: Call) -> int:
-    """The number of programs of `run_normalize_backward`."""
-    _, rows, _ = row_tile(c.p.D, BACKWARD_ROWS)
-    return min(PROGRAMS, -(-len(c.x.x) // rows))
+def plan_norm(p: NormProblem, chip: Chip, x: Normalized) -> Plan:
+    """y, in the shape of x."""
+    made = Making()
+    y = made.like("y", x.x)
+    if 0 in x.x.shape:
+        return Plan((), tuple(made), (y,))
+    M, BD, rows, t = prod(x.x.shape[:-1]), *row_tile(p.D, ROWS)
+    (of_x, x_row), (gate, heads, gate_strides) = _rows(made, "x", x.x, p.D), _gate(made, "gate", x.gate, p.D)
+    arguments = of_x, gate, made.whole("weight", x.weight), y, M, p.eps, x_row, gate_strides
+    constants = {"D": p.D, "BD": BD, "ROWS": rows, "HEADS": heads, "ACTIVATION": p.activation}
+    return Plan((Step(normalize, (-(-M // rows), 1, 1), t, arguments, constants),), tuple(made), (y,))
 
 
-def run_normalize_backward(c: Call, dx: Tensor, dgate: Tensor | None, parts: Tensor | None) -> None:
-    """``c.more``: dy [M, D], and where to write the gate's gradient, or None for dgate, which is contiguous."""
-    x, (dy, to), D, BD, rows, t = c.x, c.more, c.p.D, *row_tile(c.p.D, BACKWARD_ROWS)
-    programs, heads = count_row_parts(c), heads_of(x.gate, D)
-    dgate_strides = token_and_head(to)
-    scalars = len(x.x), c.p.eps, programs * rows, x.x.stride(0), token_and_head(x.gate), dgate_strides, dy.stride(0)
-    constants = {"D": D, "BD": BD, "ROWS": rows, "HEADS": heads, "GIVEN": to is not None, "ACTIVATION": c.p.activation}
-    pointers = x.x, x.gate, x.weight, dy, dx, dgate if to is None else to, parts
-    launch(c, normalize_backward, pointers, Plan((programs, 1, 1), t, scalars, constants))
+def plan_norm_backward(
+    p: NormProblem, chip: Chip, x: Normalized, after: NormGradient, *, weights: bool = True
+) -> Plan:  # fmt: skip
+    """The gradients of x, weight and the gate. ``weights``: whether that of the weight is wanted."""
+    made, zero = Making(), 0.0 if 0 in x.x.shape else None
+    dx, dweight = made.like("dx", x.x, zero), made.like("dweight", x.weight, zero) if weights else None
+    dgate = made.like("dgate", x.gate, zero) if after.to_gate is None else None
+    results = dx, dweight, dgate
+    if zero is not None:
+        return Plan((), tuple(made), results)
+    M, BD, rows, t = prod(x.x.shape[:-1]), *row_tile(p.D, BACKWARD_ROWS)
+    programs = min(PROGRAMS, -(-M // rows))
+    (of_x, x_row), (dy, dy_row) = _rows(made, "x", x.x, p.D), _rows(made, "dy", after.dy, p.D)
+    # If only one of the gate and its gradient has all rows equally far apart, both are taken by heads.
+    by_heads = after.to_gate is not None and None in (_row_of(x.gate, p.D), _row_of(after.to_gate, p.D))
+    gate, heads, gate_strides = _gate(made, "gate", x.gate, p.D, by_heads)
+    to, _, dgate_strides = _gate(made, "to_gate", after.to_gate, p.D, by_heads)
+    if to not in (None, "to_gate"):
+        raise ValueError(f"dgate: expected rows of {p.D} numbers without gaps, got strides {after.to_gate.strides}")
+    parts = made.new("parts", (programs, 1, p.D), torch.float32) if weights else None
+    pointers = of_x, gate, made.whole("weight", x.weight), dy, dx, to or dgate, parts
+    numbers = M, p.eps, programs * rows, x_row, gate_strides, dgate_strides, dy_row
+    constants = {"D": p.D, "BD": BD, "ROWS": rows, "HEADS": heads, "GIVEN": after.to_gate is not None}
+    constants |= {"ACTIVATION": p.activation}
+    steps = [Step(normalize_backward, (programs, 1, 1), t, (*pointers, *numbers), constants)]
+    if weights:
+        steps += [sum_parts(parts, (programs, 1, p.D), dweight, 1)]
+    return Plan(tuple(steps), tuple(made), results)
 
 
-def token_and_head(gate: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if gate is None else gate.stride()[:2]
+plan_norm_backward_without_weight = partial(plan_norm_backward, weights=False)
 
 
-def heads_of(gate: Tensor | None, D: int) -> tuple[int, int]:
-    """The heads of a token, and of a group."""
-    return (1, 1) if gate is None else (gate.shape[1] * (gate.shape[2] // D), gate.shape[2] // D)
+def _rows(made: Making, name: str, t: Layout, D: int) -> tuple[str, int]:
+    """A tensor as rows of D numbers, all equally far apart, and the stride between them."""
+    row = _row_of(t, D)
+    return (made.copy(name, t), D) if row is None else (name, row)
 
 
-def run_total(c: Call, parts: Tensor, dweight: Tensor, dbias: Tensor | None) -> None:
-    P, rows, D = parts.shape
-    constants = {"D": D, "W": dweight.numel() // D, "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
-    launch(c, total, (parts, dweight, dbias), Plan((-(-D // TOTAL.BV), rows, 1), TOTAL, (P,), constants))
+def _gate(
+    made: Making, name: str, t: Layout | None, D: int, by_heads: bool = False
+) -> tuple[str | None, tuple[int, int], tuple[int, int]]:  # fmt: skip
+    """A gate as [tokens, groups, D of the heads of a group], the heads of a token and of a group, and the strides of
+    its first two axes. If all rows are equally far apart, each is a group, unless it is wanted ``by_heads``."""
+    if t is None:
+        return None, (1, 1), (0, 0)
+    if not by_heads and (t.dim() < 3 or _row_of(t, D) is not None):
+        name, row = _rows(made, name, t, D)
+        return name, (1, 1), (row, D)
+    groups, of_group = t.shape[-2], t.shape[-1] // D
+    heads = groups * of_group, of_group
+    if not has_unit_stride(t):
+        return made.copy(name, t), heads, contiguous(t.shape)[-3:-1]
+    name, (token, group, _) = made.rows(name, t, 2)
+    return name, heads, (token, group)
 
 
-def run_sum(c: Call, parts: Tensor, sums: Tensor) -> None:
-    """Sums parts [P, D] over P, always in the same order."""
-    P, D = parts.shape
-    constants = {"D": D, "W": 1, "ROWS": 1, "BP": SUMMED, "BD": TOTAL.BV}
-    launch(c, total, (parts, sums, None), Plan((-(-D // TOTAL.BV), 1, 1), TOTAL, (P,), constants))
+def _row_of(t: Layout, D: int) -> int | None:
+    """The stride of the rows of D numbers of which all heads and tokens are; None if they are not equally far apart, or
+    have gaps."""
+    if not has_unit_stride(t):
+        return None
+    return row_stride((*t.shape[:-1], t.shape[-1] // D), (*t.strides[:-1], D))
 
 
 def row_tile(D: int, numbers: int) -> tuple[int, int, Tile]:

@@ -1,0 +1,158 @@
+"""Plans as values: what they launch, on any machine, for any chip."""
+
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from flash_delta.compiler.offline import offline
+from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.kernels.runtime.plan import Layout, Making, Memory, Plan, Step, contiguous, layout_of, row_stride
+from flash_delta.kernels.runtime.run import name_of, run
+from flash_delta.kernels.triton.elementwise.convolution import (
+    ConvolutionGradients,
+    plan_convolve,
+    plan_convolve_backward,
+)
+from flash_delta.kernels.triton.elementwise.norm import NormGradient, plan_norm, plan_norm_backward
+from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
+
+H200 = Chip("sm_90", 132)
+
+
+def laid_out(*shape, dtype=torch.bfloat16):
+    return Layout(shape, contiguous(shape), dtype)
+
+
+def names(plan, *groups):
+    """The names of a plan's compiled kernels."""
+    layouts = {name: t for group in groups for name, t in zip(group._fields, group, strict=True)}
+    layouts |= {m.name: m for m in plan.memory}
+    return [name_of(step, layouts) for step in plan.steps]
+
+
+def convolutions():
+    """The programs of convolutions forward and backward, and how many kernels are compiled for them all."""
+    found, compiled = [], set()
+    for B, T in ((1, 1024), (2, 2048), (8, 1024), (4, 4096)):
+        x, dy = Convolved(laid_out(B, T, 2048), laid_out(2048, 4)), ConvolutionGradients(laid_out(B, T, 2048), None)
+        p = ConvolutionProblem("a test", B, T, 2048, 4, B, torch.bfloat16, torch.device("cuda", 0), False, "silu")
+        forward, backward = plan_convolve(p, H200, x), plan_convolve_backward(p, H200, x, dy)
+        found.append((forward.steps[0].grid[0], backward.steps[0].grid[0]))
+        compiled |= {*names(forward, x), *names(backward, x, dy)}
+    return found, len(compiled)
+
+
+def test_tokens_of_a_convolutions_programs(process):
+    """They follow the number of tokens: 16 and 32 forward, 16 to 128 backward. A new number compiles nothing."""
+    found, compiled = process.submit(convolutions).result()
+    tokens = zip((1024, 4096, 8192, 16384), (16, 32, 32, 32), (16, 32, 64, 128), strict=True)
+    assert found == [(8 * T // forward, 8 * T // backward) for T, forward, backward in tokens]
+    assert compiled == 3, "with the sum over programs"
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_copies_are_memory_that_is_filled(strided):
+    """An input with gaps between channels is copied in every call: no step reads the input itself."""
+    x = laid_out(5, 7, 64) if not strided else Layout((5, 7, 64), (896, 128, 2), torch.bfloat16)
+    p = NormProblem("a test", 64, torch.bfloat16, torch.device("cuda", 0), None, 1e-6)
+    given, after = Normalized(x, laid_out(64)), NormGradient(x, None)
+    forward, backward = plan_norm(p, H200, given), plan_norm_backward(p, H200, given, after)
+    copied = {m.name: m.filled for plan in (forward, backward) for m in plan.memory if m.filled is not None}
+    assert copied == ({"x without gaps": "x", "dy without gaps": "dy"} if strided else {})
+    used = {a for plan in (forward, backward) for step in plan.steps for a in step.arguments if isinstance(a, str)}
+    assert used.isdisjoint({"x", "dy"}) == strided
+    assert used >= set(copied)
+    assert forward.workspace_bytes == 4608 * strided  # 5 * 7 * 64 numbers, in units of 256 bytes
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["m"])
+def example(x, y, n, m, stride, strides, real, ROWS: tl.constexpr):
+    tl.store(x, tl.load(x) + n + m + stride + strides[0] + strides[1] + real)
+    if y is not None:
+        tl.store(y, 0.0)
+
+
+NUMBERS = 1, 8, 16, 2**31, 2**35  # 1, others, multiples of 16, of 32 and of 64 bits
+POINTERS = [Layout((64,), (1,), torch.float32), Layout((64,), (1,), torch.float32, 4), Layout((64,), (1,), torch.int64)]
+
+
+def calls_of_example():
+    """Arguments that differ one at a time, and some that differ in what does not matter."""
+    usual = {"x": 0, "y": 0, "n": 8, "m": 8, "stride": 8, "strides": (8, 8), "real": 0.5, "ROWS": 4}
+    changes = [{name: value} for name, value in product(("n", "m", "stride"), (*NUMBERS, 24, 32))]
+    changes += [{"strides": pair} for pair in product(NUMBERS, NUMBERS)]
+    changes += [{"x": 1}, {"x": 2}, {"y": 1}, {"y": None}, {"real": 0.25}, {"ROWS": 8}]
+    return [usual | change for change in changes]
+
+
+def keys_and_names():
+    keys, found = [], []
+
+    class Same:
+        def __init__(self, layout):
+            self.dtype, self.offset = layout.dtype, layout.offset
+
+        def data_ptr(self):
+            return self.offset
+
+    with offline("sm_90a"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "_do_compile", lambda kernel, key, *_: keys.append(str(key)) or Same(POINTERS[0]))
+        for call in calls_of_example():
+            layouts = {name: None if call[name] is None else POINTERS[call[name]] for name in "xy"}
+            numbers = call["n"], call["m"], call["stride"], call["strides"], call["real"]
+            step = Step(example, (1, 1, 1), Tile(4, 1), ("x", "y", *numbers), {"ROWS": call["ROWS"]})
+            found.append(name_of(step, layouts))
+            example.device_caches.clear()
+            pointers = (None if t is None else Same(t) for t in layouts.values())
+            example.warmup(*pointers, *numbers, ROWS=call["ROWS"], grid=(1,))
+    return keys, found
+
+
+def test_names_say_what_triton_compiles_for(process):
+    """Two launches have one name where Triton has one key for them, and only there."""
+    keys, found = process.submit(keys_and_names).result()
+    assert len(keys) == len(found)
+    assert len(set(zip(keys, found, strict=True))) == len(set(keys)) == len(set(found)) > 20
+
+
+def test_layouts_are_those_of_tensors():
+    for t in (torch.empty(3, 4), torch.empty(3, 4).t(), torch.empty(6, 4)[::2], torch.empty(3, 1, 4)[:, :, :2]):
+        layout = layout_of(t)
+        assert (layout.stride(), layout.dim(), layout.whole) == (t.stride(), t.dim(), t.is_contiguous())
+        assert contiguous(t.shape) == t.contiguous().stride()
+        with pytest.raises(TypeError):
+            len(layout)  # of a tensor it is the first size, so nothing may ask for it
+    assert layout_of(torch.empty(9)[1:]).offset == 4
+
+
+@pytest.mark.parametrize("t", [
+    torch.empty(2, 3, 4), torch.empty(2, 6, 4)[:, ::2], torch.empty(2, 6, 4)[:, :3], torch.empty(1, 6, 4)[:, ::2],
+    torch.empty(3, 2, 4).transpose(0, 1), torch.empty(2, 1, 8)[..., :4], torch.empty(1, 1, 4),
+])  # fmt: skip
+def test_axes_are_one_where_pytorch_can_view_them_so(t):
+    row = row_stride(t.shape[:-1], t.stride()[:-1])
+    try:
+        rows = t.view(-1, 4)
+    except RuntimeError:
+        rows = None
+    assert (row is None) == (rows is None)
+    assert rows is None or len(rows) == 1 or row == rows.stride(0)
+    made = Making()
+    name, strides = made.rows("t", layout_of(t), 1)
+    copied = [Memory("t without gaps", tuple(t.shape), t.dtype, "t")]
+    assert (name, strides, made) == (("t", (row, 1), []) if row is not None else (copied[0].name, (4, 1), copied))
+
+
+def test_a_name_means_one_tensor():
+    problem = NormProblem("a test", 8, torch.float32, torch.device("cpu"), None, 1e-6)
+    x = Normalized(torch.zeros(2, 8), torch.zeros(8))
+    again = Plan((), (Memory("x", (8,), torch.float32),), ())
+    with pytest.raises(ValueError, match="plan: expected a different name for each tensor, got x, weight, gate, x"):
+        run(lambda p, chip, x: again, problem, x)
