@@ -143,20 +143,19 @@ def keys():
     return dict(compile_key.key_numbers)
 
 
+OPTIONS = {"wide": 2, "dtype": torch.float32, "backend": "triton"}
+
+
 @needs_triton
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
-@pytest.mark.parametrize(
-    "form",
-    ["decode raw each counted tree", "decode paged packed each counted rolling conv norm", "prefill fresh offset"],
-)
-def test_examples_on_meta_stand_for_calls_of_the_device(rule, form):
+def test_examples_on_meta_stand_for_calls_of_the_device(rule):
     """What the launcher knows compiled code by is there already. Kernels run on what stands in, and leave its bounds
     alone. Another layout is another kernel's."""
-    device, options = DEVICES["triton"], {"wide": 2, "dtype": torch.float32, "backend": "triton"}
-    warmup([example(form, rule, SMALL, 2, 3, device="meta", **options)], device)
+    form, device = "prefill fresh offset", DEVICES["triton"]
+    warmup([example(form, rule, SMALL, 2, 3, device="meta", **OPTIONS)], device)
     before = keys()
-    for rows, tokens in ((1, 2), (3, 4)) if "decode" in form else ((2, 9), (1, 17)):
-        op, x = example(form, rule, SMALL, rows, tokens, device=device, **options)
+    for rows, tokens in ((2, 9), (1, 17)):
+        op, x = example(form, rule, SMALL, rows, tokens, device=device, **OPTIONS)
         op(**x)
         new = keys().keys() - before.keys()
         assert all(flags.kind == ("prefill",) for flags, _ in new), "whose rows lie apart modulo 16"
@@ -164,6 +163,35 @@ def test_examples_on_meta_stand_for_calls_of_the_device(rule, form):
     op(**x | {"beta": x["beta"].double().float().contiguous()})
     op(**x | {"state_pool": x["state_pool"].to(torch.bfloat16)})
     assert len(keys()) > len(before)
+
+
+def compiled_after_meta(place, form, rule):
+    """The kernels that are compiled by a warm-up with an example on "meta", then by calls of other sizes, and then by
+    one with another pool."""
+    from flash_delta.compiler.pretended_gpu import pretended_compiler
+
+    counts = []
+    with pretended_compiler(place) as names:
+        warmup([example(form, rule, SMALL, 2, 3, device="meta", **OPTIONS)], "cuda:0")
+        counts.append(len(names))
+        for rows, tokens in ((1, 2), (3, 4)):
+            op, x = example(form, rule, SMALL, rows, tokens, **OPTIONS)
+            op(**x)
+        counts.append(len(names) - sum(counts))
+        op(**x | {"state_pool": x["state_pool"].to(torch.bfloat16)})
+        counts.append(len(names) - sum(counts))
+    return counts
+
+
+@needs_triton
+@needs_gcc
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+@pytest.mark.parametrize("form", ["decode raw each counted tree", "decode paged packed each counted rolling conv norm"])
+def test_decoding_examples_on_meta_stand_for_calls(process, place, form, rule):
+    first, later, other = process.submit(compiled_after_meta, place, form, rule).result()
+    assert first == (3 if "conv" in form else 2), "one token and several, or the rule, its convolution and its norm"
+    assert not later
+    assert other
 
 
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
@@ -227,21 +255,21 @@ def test_calls_that_cannot_be():
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
 def test_workspace_of_a_decoding_step(rule, form, monkeypatch):
     """That of what is between a convolution and the rule, whose parts' ends are rounded up."""
-    from flash_delta.kernels.triton import backend
+    from flash_delta.kernels.runtime.chip import Chip
+    from flash_delta.kernels.runtime.plan import layout_of
+    from flash_delta.kernels.triton.serving.rows import plan_decode
     from flash_delta.ops._backend import Explain
+    from flash_delta.ops.serving.around import around_of
 
     monkeypatch.setattr("flash_delta.ops.serving.memory.choose_backend", lambda problem, wish: "triton")
-    kept = []
-    monkeypatch.setattr(backend, "make_call", lambda *args, **options: None)
-    monkeypatch.setattr(backend, "remember", lambda *args: None)
-    monkeypatch.setattr(backend, "run", lambda call, kernels, o, spare: kept.extend(spare))
     op, x = example(form, rule, SMALL, 3, 5, device="meta")
     p = op(**x, backend=Explain("triton")).problem
-    backend.decode(p, Inputs(**{n: x.get(n) for n in Inputs._fields}), Slots(None, None), NOTHING)
-    assert len(kept) == 3 * ("conv" in form)
-    want = sum(-(-t.nbytes // 256) * 256 for t in kept)
-    assert workspace_bytes(op, **x, device="cuda:0") == want
-    assert (want > 0) == ("conv" in form)
+    around, *_ = around_of(p.op, x.get("convolution"), x.get("output_norm"))
+    groups = *(kind(**{n: x.get(n) for n in kind._fields}) for kind in (Inputs, Slots)), around
+    plan = plan_decode(p, Chip("sm_90", 132), *(group._make(map(layout_of, group)) for group in groups))
+    assert len(plan.memory) == 1 + 3 * ("conv" in form)
+    assert workspace_bytes(op, **x, device="cuda:0") == plan.workspace_bytes
+    assert (plan.workspace_bytes > 0) == ("conv" in form)
 
 
 def refused(compiled_for, changes):
@@ -249,10 +277,10 @@ def refused(compiled_for, changes):
     from faulty_kernels import multiply
 
     from flash_delta.compiler.offline import offline
-    from flash_delta.kernels.runtime import launch
-    from flash_delta.kernels.runtime.calls import make_call
-    from flash_delta.kernels.runtime.compile_key import DECODE
-    from flash_delta.kernels.triton.serving import decode
+    from flash_delta.kernels.runtime import run
+    from flash_delta.kernels.runtime.forbid import PlannedCall
+    from flash_delta.kernels.runtime.plan import layout_of
+    from flash_delta.kernels.triton.serving.rows import plan_decode
     from flash_delta.ops._backend import Explain
 
     def call(form="decode raw", k=None, start=0, **options):
@@ -261,11 +289,10 @@ def refused(compiled_for, changes):
             x["k"] = torch.empty(k, dtype=torch.bfloat16, device="meta").as_strided((1, 1, 16, 128), (k, k, 128, 1))
         x["q"] = x["q"].as_strided(x["q"].shape, x["q"].stride(), start)
         p = op(**x, backend=Explain("triton")).problem
-        inputs, slots = (kind(**{name: x.get(name) for name in kind._fields}) for kind in (Inputs, Slots))
-        o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device="meta")
-        c = make_call(p, inputs, DECODE, *slots)._replace(direct=False)
-        launch.run(c, partial(decode.run_decode, o=o), o)
-        launch._ready.add(c.shape.key)
+        groups = [kind(**{name: x.get(name) for name in kind._fields}) for kind in (Inputs, Slots)] + [NOTHING]
+        run.run(plan_decode, p, *groups)
+        layouts = tuple(group._make(map(layout_of, group)) for group in groups)
+        run.calls_that_compiled.append(PlannedCall(p, plan_decode, layouts))
 
     with offline("sm_90a") as compiled:
         if compiled_for is not None:
@@ -323,9 +350,8 @@ def test_forbidding_needs_no_triton(monkeypatch):
 def variants():
     """How many kernels decoding compiles for slices of tables at any address, of any width."""
     from flash_delta.compiler.offline import offline
-    from flash_delta.kernels.runtime.calls import make_call
-    from flash_delta.kernels.runtime.compile_key import DECODE
-    from flash_delta.kernels.triton.serving import decode
+    from flash_delta.kernels.runtime.run import run
+    from flash_delta.kernels.triton.serving.rows import plan_decode
     from flash_delta.ops._backend import Explain
 
     op, x = example("decode each counted tree", "kda", (16, 32, 128, 128), 1, 1, device="meta")
@@ -336,8 +362,7 @@ def variants():
             now |= {name: table[:1].view(1, 1) for name in ("write_indices", "parent_idx")}
             p = op(**now, backend=Explain("triton")).problem
             inputs, slots = (kind(**{name: now.get(name) for name in kind._fields}) for kind in (Inputs, Slots))
-            o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device="meta")
-            decode.run_decode(make_call(p, inputs, DECODE, *slots)._replace(direct=False), o)
+            run(plan_decode, p, inputs, slots, NOTHING)
         return len(compiled)
 
 

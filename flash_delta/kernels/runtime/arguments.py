@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import Tile, next_power_of_2, overlaps, precision
+from flash_delta.kernels.runtime.chip import Chip, Tile, next_power_of_2, overlaps, precision
 from flash_delta.kernels.runtime.launch import LaunchPlan, launch
+from flash_delta.kernels.runtime.plan import Layout, Step
 from flash_delta.problem import SHORT, Problem, Slots
 
 LONG = 2**30  # in tokens, more than any sequence has
@@ -50,18 +51,27 @@ def constants_of(c: Call, kernel: Any, values: Sequence[Any], t: Tile = NO_TILE,
     launcher, the others from the problem and the tile ``t``."""
     given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
     if given not in _constants:
-        known = _of_problem(c, t) | own
+        known = _of_problem(c.p, c.shape.chip, c.x, t) | own
         _constants[given] = {name: known[name] for name in kernel.arg_names[len(values) :] if name in known}
     return _constants[given]
 
 
-def _of_problem(c: Call, t: Tile) -> dict[str, Any]:
-    p, x = c.p, c.x
+def step_of(
+    p: Problem, chip: Chip, x: Any, kernel: Any, pointers: tuple[str | None, ...], grid: tuple[int, int, int], t: Tile,
+    *scalars: Any, follows: bool = False, contracts: bool = True, **own: Any,
+) -> Step:  # fmt: skip
+    """The step of a kernel, with the constants that `launch_rule` takes. ``x``: inputs, or their layouts."""
+    known, arguments = _of_problem(p, chip, x, t) | own, (*pointers, *scalars)
+    used = {name: known[name] for name in kernel.arg_names[len(arguments) :] if name in known}
+    return Step(kernel, grid, t, arguments, used, follows and overlaps(p, chip), contracts)
+
+
+def _of_problem(p: Problem, chip: Chip, x: Any, t: Tile) -> dict[str, Any]:
     return {
         "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
-        "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, c.shape.chip),
-        "OVERLAP": overlaps(p, c.shape.chip), "SHORT": short(p), "WIDTH": p.K, "V_FIRST": p.state_v_first,
+        "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, chip),
+        "OVERLAP": overlaps(p, chip), "SHORT": short(p), "WIDTH": p.K, "V_FIRST": p.state_v_first,
         "REFLECTS": p.most_beta > 1, **p.gate.constants(),
     }  # fmt: skip
 
@@ -114,15 +124,16 @@ def tokens(t: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if t is None else t.stride()[1:]
 
 
-def states(p: Problem, t: Tensor | None) -> tuple[int, ...]:
-    """Strides of (sequence, head, key, value) in either layout."""
+def states(p: Problem, t: Tensor | Layout | None) -> tuple[int, ...]:
+    """Strides of (sequence, head, key, value) in either layout, also of a pool with an axis of tokens."""
     if t is None:
         return 0, 0, 0, 0
-    sequence, head, *matrix = t.stride()
+    sequence, *_, head, rows, columns = t.stride()
+    matrix = rows, columns
     return sequence, head, *(reversed(matrix) if p.state_v_first else matrix)
 
 
-def table(t: Tensor | None) -> tuple[int, int]:
+def table(t: Tensor | Layout | None) -> tuple[int, int]:
     """Strides of (row, column) of indices. Without columns all tokens have the same index."""
     return (0, 0) if t is None else (*t.stride(), 0)[:2]
 

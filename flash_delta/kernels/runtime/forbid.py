@@ -7,7 +7,7 @@ from torch import Tensor
 from triton import knobs
 
 from flash_delta.kernels.runtime.compile_key import Key
-from flash_delta.problem import PACKAGE, Compiled, ElementwiseProblem, Problem, marked
+from flash_delta.problem import PACKAGE, Compiled, ElementwiseProblem, GateProblem, Pools, Problem, marked
 
 
 class Refused(Exception):
@@ -72,11 +72,21 @@ def difference_of(new: PlannedCall, known: Iterable[PlannedCall]) -> str:
     return ", ".join(min(unlike, key=len)) if unlike else "nothing of its kind was compiled before"
 
 
+def _facts(p: Problem | ElementwiseProblem) -> dict[str, Any]:
+    """What kernels are compiled for."""
+    found = {name: getattr(p, name) for name in marked(type(p), Compiled)}
+    if isinstance(p, Problem | GateProblem):
+        found |= {"gate": p.gate.kind, "raw_gate": p.gate.raw, "bounded": p.gate.bound is not None}
+    if isinstance(p, Problem) and p.pools is not None:
+        found |= {name: getattr(p.pools, name) for name in marked(Pools, Compiled)}
+    return found
+
+
 def _unlike_calls(new: PlannedCall, old: PlannedCall) -> Iterator[str]:
-    for name in marked(type(new.problem), Compiled):
-        a, b = getattr(new.problem, name), getattr(old.problem, name)
-        if a != b:
-            yield f"{name} is {a}, compiled was {b}"
+    before = _facts(old.problem)
+    for name, value in _facts(new.problem).items():
+        if value != before.get(name):
+            yield f"{name} is {value}, compiled was {before.get(name)}"
     for group, before in zip(new.layouts, old.layouts, strict=True):
         for name, a, b in zip(group._fields, group, before, strict=True):
             if a is None or b is None:

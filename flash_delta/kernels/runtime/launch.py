@@ -25,7 +25,7 @@ from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import key_numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
-from flash_delta.kernels.runtime.plan import Step
+from flash_delta.kernels.runtime.plan import Step, resolved
 from flash_delta.kernels.runtime.profiling import tell
 from flash_delta.kernels.runtime.together import compile_together
 from flash_delta.kernels.runtime.turns import taking_turns
@@ -187,6 +187,12 @@ def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: LaunchPlan) ->
         kernel.launch_metadata = tell
         with memory_for_descriptors() if plan.tile.tma else nullcontext():
             kernel[plan.grid](*values, **plan.constants, **options_of(plan))
+
+
+def launch_step(c: Call, step: Step, tensors: dict[str, Any]) -> None:
+    """Launches a step of a plan in a call that is not planned. ``tensors``: what its names stand for."""
+    plan = LaunchPlan(step.grid, step.tile, (), step.constants, step.follows, step.contracts)
+    launch(c, step.kernel, resolved(step.arguments, tensors), plan)
 
 
 @contextmanager

@@ -91,6 +91,13 @@ def names_of(group: tuple[Any, ...]) -> dict[str, str | None]:
     return {name: None if t is None else name for name, t in zip(group._fields, group, strict=True)}
 
 
+def resolved(arguments: tuple[Any, ...], tensors: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments with what their names stand for."""
+    return tuple([
+        tensors[a] if type(a) is str else resolved(a, tensors) if type(a) is tuple else a for a in arguments
+    ])  # fmt: skip
+
+
 class Making(list[Memory]):
     """The memory of a plan while it is made. All methods return names."""
 

@@ -26,7 +26,7 @@ from flash_delta.kernels.runtime.launch import (
     options_of,
     several_devices,
 )
-from flash_delta.kernels.runtime.plan import Layout, Memory, Plan, Step, layout_of, size_of
+from flash_delta.kernels.runtime.plan import Layout, Memory, Plan, Step, layout_of, resolved, size_of
 from flash_delta.kernels.runtime.profiling import tell
 from flash_delta.problem import ElementwiseProblem, KnownCall, Problem
 
@@ -41,7 +41,7 @@ calls_that_compiled: list[PlannedCall] = []  # for the error of `forbid_compilat
 
 def run(
     plan: Planner, p: Problem | ElementwiseProblem, *groups: Group, after: tuple[Group, ...] = (),
-    known: KnownCall | None = None,
+    chooses: bool = False, known: KnownCall | None = None,
 ) -> Results:  # fmt: skip
     """Launches what ``plan`` plans for a call, and returns the plan's results. ``groups``: the tensors of the call that
     ``known`` stands for. ``after``: in a backward pass, gradients and where to write gradients, whose layouts the known
@@ -54,7 +54,7 @@ def run(
     launch = None if known is None else known.launches.get(name)
     if launch is None or profiled():
         with on(p.device):
-            return run_new(plan, p, groups, known, name)
+            return run_new(plan, p, groups, chooses, known, name)
     if several_devices() and p.device.index != torch.cuda.current_device():
         with torch.cuda.device(p.device):
             return launch(p.device, groups)
@@ -62,24 +62,22 @@ def run(
 
 
 def run_new(
-    plan: Planner, p: Problem | ElementwiseProblem, groups: tuple[Group, ...], known: KnownCall | None, name: Any
-) -> Results:
+    plan: Planner, p: Problem | ElementwiseProblem, groups: tuple[Group, ...], chooses: bool,
+    known: KnownCall | None, name: Any,
+) -> Results:  # fmt: skip
     layouts = tuple([group._make([layout_of(t) for t in group]) for group in groups])
     planned = plan(p, chip_of(p.device), *layouts)
+    tensors, call = by_name(planned, layouts), PlannedCall(p, plan, layouts)
     given = [name for group in groups for name in group._fields]
-    tensors = dict(zip(given, chain.from_iterable(layouts), strict=True)) | {m.name: m for m in planned.memory}
-    if len(tensors) < len(given) + len(planned.memory):
-        names = *given, *(m.name for m in planned.memory)
-        raise ValueError(f"plan: expected a different name for each tensor, got {', '.join(names)}")
-    call = PlannedCall(p, plan, layouts)
     if p.device.type != "cuda" or profiled():  # Triton compiles what it launches
         with _explained(call):
             return ByTriton(planned, given)(p.device, groups)
     device = p.device.index  # a kernel is loaded for one device
     names = [(device, *name_of(step, tensors)) for step in planned.steps]
     if not all(map(compiled.__contains__, names)):
+        of_all_sizes = plan(p, chip_of(p.device), *layouts, every=True) if chooses else planned
         with compiling, _explained(call):
-            _compile(planned, names, dict(zip(given, chain.from_iterable(groups), strict=True)))
+            _compile(of_all_sizes, device, by_name(of_all_sizes, layouts), by_name(of_all_sizes, groups))
             calls_that_compiled.append(call)
     if is_direct(p.device):
         ensure_context(p.device)
@@ -90,11 +88,24 @@ def run_new(
     return launch(p.device, groups)
 
 
-def _compile(planned: Plan, names: Sequence[tuple], tensors: dict[str, Any]) -> None:
+def by_name(plan: Plan, groups: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
+    """What is given, and the plan's memory."""
+    found, count = {m.name: m for m in plan.memory}, len(plan.memory)
+    for group in groups:
+        found |= zip(group._fields, group, strict=True)
+        count += len(group)
+    if len(found) < count:
+        names = [*(name for group in groups for name in group._fields), *(m.name for m in plan.memory)]
+        raise ValueError(f"plan: expected a different name for each tensor, got {', '.join(names)}")
+    return found
+
+
+def _compile(plan: Plan, device: int, layouts: dict[str, Any], tensors: dict[str, Any]) -> None:
     """Compiles the steps that are missing, in parallel."""
-    pointers = tensors | {m.name: Pointer(m) for m in planned.memory}
-    missing = {n: step for n, step in zip(names, planned.steps, strict=True) if n not in compiled}
-    compiled.update(compile_all({n: _compilation(step, pointers) for n, step in missing.items()}))
+    pointers = tensors | {m.name: Pointer(m) for m in plan.memory}
+    names = [(device, *name_of(step, layouts)) for step in plan.steps]
+    missing = {name: step for name, step in zip(names, plan.steps, strict=True) if name not in compiled}
+    compiled.update(compile_all({name: _compilation(step, pointers) for name, step in missing.items()}))
 
 
 class Launched(Replay):
@@ -121,12 +132,14 @@ class Launched(Replay):
         super().__init__(steps, (None,) * len(words), (size, tuple(starts)))
 
     def __call__(self, device: torch.device, groups: tuple[Group, ...]) -> Results:
-        new = groups[0][0].new_empty  # faster than `torch.empty` with a device
-        made = tuple([new(*shape) if dtype is None else new(shape, dtype=dtype) for shape, dtype in self.makes])
+        made, new = [], groups[0][0].new_empty  # faster than `torch.empty` with a device
+        for shape, dtype in self.makes:
+            made.append(new(*shape) if dtype is None else new(shape, dtype=dtype))
         if self.filled:
             tensors = {name: t for group in groups for name, t in zip(group._fields, group, strict=True)}
             for number, value in self.filled:
                 fill(made[number], value, tensors)
+        made = tuple(made)
         if self.names:  # as in `launch`, with one call less
             memory = new(self.size, dtype=torch.uint8) if self.has_places else None
             try:
@@ -165,13 +178,6 @@ class ByTriton:
                     arguments = resolved(step.arguments, tensors)
                     step.kernel[step.grid](*arguments, **step.constants, **options_of(step))
         return tuple([None if name is None else tensors[name] for name in self.plan.results])
-
-
-def resolved(arguments: tuple[Any, ...], tensors: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments with what their names stand for."""
-    return tuple([
-        tensors[a] if type(a) is str else resolved(a, tensors) if type(a) is tuple else a for a in arguments
-    ])  # fmt: skip
 
 
 def fill(t: Tensor, value: str | float, tensors: dict[str, Tensor | None]) -> None:

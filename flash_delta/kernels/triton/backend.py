@@ -24,8 +24,9 @@ from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
-from flash_delta.kernels.runtime.compile_key import DECODE, PREFILL, STEP, laid_out
+from flash_delta.kernels.runtime.compile_key import PREFILL, laid_out
 from flash_delta.kernels.runtime.launch import Kernels, again, remember, run
+from flash_delta.kernels.runtime.run import run as run_plan
 from flash_delta.kernels.runtime.workspace import (
     Channels,
     Factors,
@@ -52,13 +53,12 @@ from flash_delta.kernels.triton.serving.prompts import (
     run_before,
     with_convolved,
 )
-from flash_delta.kernels.triton.serving.rows import run_rows
+from flash_delta.kernels.triton.serving.rows import plan_decode, plan_step
 from flash_delta.kernels.triton.tiles import Segments, plan_back, plan_segments, widest_key
-from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Pools, Problem, Slots
+from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
 DECODED = "the delta rule with a decay, whose keys erase what they write"
-NO_SLOTS = (None,) * (len(Slots._fields) - 1)  # after `step`'s new states
 HANDED = (Solved, Factors, Channels)  # passed from kernel to kernel in a call without gradients
 
 
@@ -218,12 +218,13 @@ def _prepare_back(
 
 def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous. The pools are written in place."""
-    o, convolved = output_of(p, s), new_convolved(p)
-    with on(p.device):
-        call = make_call(p, with_contiguous_vectors(x), DECODE, *s._replace(out=None), *around, known=known)
-        run(call, partial(run_rows, o=o, convolved=convolved), o, spare=convolved)
-    remember_served(call, x, known, DECODE)
-    return o
+    if known is not None:
+        known.again = _decode_again
+    return run_plan(plan_decode, p, x, s, around, chooses=True, known=known)[0]
+
+
+def _decode_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor:
+    return run_plan(plan_decode, known.problem, x, s, around, chooses=True, known=known)[0]
 
 
 def output_of(p: Problem, s: Slots) -> Tensor:
@@ -245,37 +246,14 @@ def _served_again(kind: tuple, known: KnownCall, x: Inputs, s: Slots, around: Ar
 
 
 def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
-    """Runs token by token, by `decode` from the initial states to a pool for every sequence's final state."""
-    new = x.v.new_zeros if p.packed else x.v.new_empty  # a packed row may be longer than its sequences
-    o = new(p.B, p.T, p.HV, p.V)
-    states = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
-    has = torch.zeros(p.N, dtype=torch.bool, device=p.device) if x.initial_state is None else None
-    slots = Slots(states, None, has_initial_state=has)
-    if again(known, STEP, x, slots, made=(o,)):
-        return Outputs(o, states)
-    if p.T == 0:  # no row reads its state
-        states.zero_() if x.initial_state is None else states.copy_(x.initial_state)
-        return Outputs(o, states)
-    given, x, p = x, with_contiguous_vectors(x), p._replace(pools=Pools(dtype=torch.float32))
-    if x.beta is None:
-        x = x._replace(beta=x.v.new_ones(p.B, p.T, p.HV))
-    x = Inputs(*(t.contiguous() if t is not None and _spans(t) >= 2**31 else t for t in x))
-    x = x._replace(initial_state=None if x.initial_state is None else x.initial_state.float().contiguous())
-    with on(p.device):
-        call = make_call(p, x, STEP, *slots, known=known)
-        run(call, partial(run_decode, o=o), o)
-    remember(call, given)
-    if known is not None and call.shape.replayable and has is None and not p.packed:
+    """Runs token by token."""
+    if known is not None:
         known.again = _step_again
-    return Outputs(o, states)
+    return Outputs(*run_plan(plan_step, p, x, chooses=True, known=known))
 
 
-def _step_again(known: KnownCall, x: Inputs) -> tuple[Tensor, Tensor] | None:
-    """The fast path of `step` for a known call. The initial states must have `Problem.state_shape`, in float32 and
-    without gaps, since kernels get copies of others."""
-    p = known.problem
-    o, states = x.v.new_empty(p.B, p.T, p.HV, p.V), torch.empty_like(x.initial_state)
-    return (o, states) if again(known, STEP, x, (states, *NO_SLOTS), made=(o,)) else None
+def _step_again(known: KnownCall, x: Inputs) -> tuple[Tensor, Tensor]:
+    return run_plan(plan_step, known.problem, x, chooses=True, known=known)
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
@@ -344,11 +322,6 @@ def with_contiguous_vectors(x: Inputs) -> Inputs:
     vectors = {"A_log": x.A_log, "dt_bias": x.dt_bias, "cu_seqlens": x.cu_seqlens}
     flat = {name: t.contiguous() for name, t in vectors.items() if t is not None and not t.is_contiguous()}
     return x._replace(**flat) if flat else x
-
-
-def _spans(t: Tensor) -> int:
-    """How many numbers the tensor spans, from its first to its last."""
-    return sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def for_backward(p: Problem, buffer: Tensor | None = None) -> Workspace:

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import torch
 
 from flash_delta.compiler import Launch
-from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.kernels.runtime.run import run
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
-from flash_delta.kernels.triton.serving.prompts import new_convolved
-from flash_delta.kernels.triton.serving.rows import run_rows
+from flash_delta.kernels.triton.serving.rows import plan_decode
 from flash_delta.kernels.triton.tiles import FEW, scan_tiles
 from flash_delta.problem import Around, Inputs, Pools, Slots
 from workshop.gate.cases.rule import CHUNKS, Kernels, RuleCase, problem_of
@@ -103,7 +102,7 @@ PREFILLS = {  # every tile once, then every other flag that the kernels' code de
 }
 
 
-def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bool = True) -> None:
+def call_decode(case: Decoding, choice: Tile | None = None, *, counted: bool = True, written: bool = True) -> None:
     N, T, new = 2, case.tokens, partial(torch.empty, device="meta")
     B, cu_seqlens = (1, new(N + 1, dtype=torch.int32)) if case.packed else (N, None)
     p, x = problem_of(case.model._replace(tokens=T))
@@ -128,8 +127,7 @@ def call_decode(case: Decoding, *choice: Tile, counted: bool = True, written: bo
     read, parents = table if counted else table[:, 0], table if case.tree else None
     s = Slots(pool, read, to if written else None, accepted, parents, write_pool=target)
     s = Slots(pool[:B], None) if case.apart else s
-    call = make_call(p, x, ("launches",), *s, *around)._replace(direct=False)
-    run_rows(call, new(B, T, p.HV, p.V, dtype=p.dtype), new_convolved(p._replace(device=torch.device("meta"))), *choice)
+    run(partial(plan_decode, choice=choice), p, x, s, around)
 
 
 def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None = None) -> None:

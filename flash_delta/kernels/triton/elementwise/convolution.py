@@ -421,7 +421,7 @@ def plan_convolve_token(p: ConvolutionProblem, chip: Chip, x: Convolved) -> Plan
 
 
 def strides(t: Layout | None) -> tuple[int, ...]:
-    return NO_STRIDES if t is None else t.strides[:3]
+    return NO_STRIDES if t is None else t.stride()[:3]
 
 
 def pitched(tensors: Sequence[Layout]) -> tuple[int | None, int | None]:

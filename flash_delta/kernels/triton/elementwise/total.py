@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.launch import LaunchPlan, launch
+from flash_delta.kernels.runtime.launch import launch_step
 from flash_delta.kernels.runtime.plan import Step
 
 
@@ -40,4 +40,4 @@ def sum_parts(parts: str, shape: tuple[int, int, int], dweight: str, W: int, dbi
 def run_sum(c: Call, parts: Tensor, sums: Tensor) -> None:
     """Sums parts [P, D] over P, always in the same order."""
     step = sum_parts("parts", (len(parts), 1, parts.shape[1]), "sums", 1)
-    launch(c, total, (parts, sums, None), LaunchPlan(step.grid, step.tile, (len(parts),), step.constants))
+    launch_step(c, step, {"parts": parts, "sums": sums})

@@ -267,9 +267,15 @@ def finish_prompts(
 def new_convolved(p: Problem) -> tuple[Tensor, ...]:
     """Memory for q, k and v after the convolution, if there is one. For decoding it is float32. Prompts are one row.
     Its stride is 0, so that no length changes the compiled code of the rule's kernels."""
-    sizes, dtype = ((p.H, p.K), (p.H, p.K), (p.HV, p.V)), torch.float32 if p.recurrent else p.dtype
+    dtype = torch.float32 if p.recurrent else p.dtype
     new, row = partial(torch.empty_strided, dtype=dtype, device=p.device), p.T if p.recurrent else 0
-    return tuple(new((p.B, p.T, *size), (row * prod(size), prod(size), size[1], 1)) for size in sizes if p.pools.taps)
+    sizes = sizes_of(p) if p.pools.taps else ()
+    return tuple(new((p.B, p.T, *size), (row * prod(size), prod(size), size[1], 1)) for size in sizes)
+
+
+def sizes_of(p: Problem) -> tuple[tuple[int, int], ...]:
+    """Heads and widths of q, k and v."""
+    return (p.H, p.K), (p.H, p.K), (p.HV, p.V)
 
 
 def convolved_bytes(p: Problem) -> int:
@@ -325,6 +331,6 @@ def run_after(c: Call, o: Tensor) -> None:
 def cut_of_prompts(c: Call) -> tuple[Cut, int]:
     """How the convolution is divided, and the number of blocks of channels of q, k and v."""
     p = c.p
-    widths = p.H * p.K, p.H * p.K, p.HV * p.V
+    widths = [heads * width for heads, width in sizes_of(p)]
     w = choose_cut("convolve", c.shape.chip, p.pools.taps, max(widths), p.dtype)._replace(BT=PROMPT_TOKENS)
     return w, sum(-(-width // w.BD) for width in widths)

@@ -12,39 +12,43 @@ are written after every token before the first padding token.
 `normalize_outputs` applies the gated norm to o in place. Padding stays 0 for any gate.
 """
 
+from collections.abc import Mapping, Sequence
+
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, lead
 from flash_delta.kernels.device.slots import as_slot, find_column, find_state, load_index, load_slot
-from flash_delta.kernels.runtime.arguments import launch_rule
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.arguments import step_of
+from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.runtime.compile_key import alone
+from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, contiguous, names_of
 from flash_delta.kernels.triton.elementwise.norm import row_tile
 from flash_delta.kernels.triton.serving.decode import (
     INDICES,
     counted,
+    decode_steps,
     first_written_of,
     load_parent,
-    opened,
     rows_of,
-    run_decode,
     token_stride,
 )
 from flash_delta.kernels.triton.serving.prompts import (
     find_channels,
     normalize_rows,
     number_of,
+    sizes_of,
     tensor_of,
-    with_convolved,
 )
 from flash_delta.kernels.triton.serving.window import convolve, load_taps, load_window, push, store_window, window_after
-from flash_delta.problem import Problem
+from flash_delta.kernels.triton.tiles import decode_tiles
+from flash_delta.problem import Around, Inputs, Pools, Problem, Slots
 
 CHANNELS, WARPS = 128, 1  # per program of the convolution
 NUMBERS_OF_NORM = 1024  # per program
+VECTORS = "A_log", "dt_bias", "cu_seqlens"  # kernels take no strides of these, which are nearly always contiguous
+LIMIT = 2**31  # kernels count the numbers of a tensor of `plan_step` in 32 bits
 
 NUMBERS = [  # see decode.py
     "N", "T", "most", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row",
@@ -132,44 +136,101 @@ def normalize_outputs(
     normalize_rows(o, z, at, z_strides[2], norm_weight, row, M, eps, V, BV, ACTIVATION, OVERLAP)
 
 
-def run_rows(c: Call, o: Tensor, convolved: tuple[Tensor, ...], *choice: Tile) -> None:
-    """Launches a decoding step with convolution and norm. ``convolved``: memory for q, k and v after a convolution."""
-    rule = _run_convolve_rows(c, convolved) if convolved else c
-    run_decode(rule, o, *choice, after=bool(convolved))
-    if c.p.pools.eps is not None:
-        _run_normalize_outputs(c, o)
+def plan_decode(
+    p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, *, every: bool = False, choice: Tile | None = None
+) -> Plan:
+    """A decoding step, with convolution and norm if they are wanted. The pools are written in place. ``choice``: a tile
+    instead of the usual one."""
+    made, steps = Making(), []
+    o = made.new("o", (p.B, p.T, p.HV, p.V), p.dtype) if s.out is None else "out"
+    names = names_of(x) | names_of(s) | names_of(around) | {"o": o}
+    names |= {name: made.whole(name, getattr(x, name)) for name in VECTORS}
+    if p.pools.taps:
+        convolved = [_convolved(made, p, name, *size) for name, size in zip("qkv", sizes_of(p), strict=True)]
+        steps += [_convolve_rows(p, chip, x, s, around, names)]
+        names |= {name: f"{name} convolved" for name in "qkv"}
+        x = x._replace(**dict(zip("qkv", convolved, strict=True)))
+    tiles = decode_tiles(p, chip, every) if choice is None else (choice,)
+    steps += decode_steps(p, chip, x, s, names, tiles, after=p.pools.taps > 0)
+    if p.pools.eps is not None:
+        steps += [_normalize_outputs(p, chip, x, around, o)]
+    return Plan(tuple(steps), tuple(made), (o,))
 
 
-def _run_convolve_rows(c: Call, convolved: tuple[Tensor, ...]) -> Call:
-    """Launches the convolution. Returns the call of the rule."""
-    p, x, s, around = c.p, c.x, *opened(c)
-    apart, conv, target = s.write_pool is not None, around.conv_pool, around.conv_write_pool
+def _convolved(made: Making, p: Problem, name: str, heads: int, width: int) -> Layout:
+    """Memory for q, k or v after the convolution."""
+    shape = p.B, p.T, heads, width
+    made.new(f"{name} convolved", shape, torch.float32)
+    return Layout(shape, contiguous(shape), torch.float32)
+
+
+def _convolve_rows(
+    p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, n: Mapping[str, str | None]
+) -> Step:  # fmt: skip
+    conv, target, pools = around.conv_pool, around.conv_write_pool, p.pools
     units = [counted(y, alone(p)) for y in x[:3]]
-    blocks = sum(-(-width // CHANNELS) for width in (p.H * p.K, p.H * p.K, p.HV * p.V))
-    indices = (s.read_indices, s.write_indices, s.num_accepted_tokens, s.parent_idx, s.has_initial_state)
-    pointers = (*x[:3], *indices, x.cu_seqlens, conv, around.conv_weight, around.conv_bias, target, *convolved)
-    launch_rule(
-        c, convolve_rows, pointers, ((p.N if p.packed else p.B) * blocks, 1, 1), Tile(WARPS, 1),
-        p.N, p.T, p.pools.most_tokens or None, len(s.state_pool), len(s.write_pool) if apart else None,
-        p.pools.null_slot, s.read_indices.shape[-1], first_written_of(c), conv.stride(0),
-        None if target is None else target.stride(0), token_stride(target, 3),
+    blocks = sum(-(-heads * width // CHANNELS) for heads, width in sizes_of(p))
+    pointers = (
+        "q", "k", "v", n["read_indices"], n["write_indices"], n["num_accepted_tokens"], n["parent_idx"],
+        n["has_initial_state"], n["cu_seqlens"], "conv_pool", "conv_weight", n["conv_bias"], n["conv_write_pool"],
+        "q convolved", "k convolved", "v convolved",
+    )  # fmt: skip
+    return step_of(
+        p, chip, x, convolve_rows, pointers, ((p.N if p.packed else p.B) * blocks, 1, 1), Tile(WARPS, 1),
+        p.N, p.T, pools.most_tokens or None, s.state_pool.shape[0],
+        None if s.write_pool is None else s.write_pool.shape[0], pools.null_slot, s.read_indices.shape[-1],
+        first_written_of(p, s), conv.stride(0), None if target is None else target.stride(0), token_stride(target, 3),
         *(count for counts, _ in units for count in counts), *rows_of(s), *(strides for _, strides in units),
         CONV=windows_of(p, conv), CONV_TARGET=windows_of(p, conv if target is None else target), BD=CHANNELS,
         BLOCKS=blocks, WRITES=s.write_indices is not None, contracts=False,
     )  # fmt: skip
-    return c._replace(x=with_convolved(x, convolved))
 
 
-def _run_normalize_outputs(c: Call, o: Tensor) -> None:
-    p, around = c.p, opened(c)[1]
+def _normalize_outputs(p: Problem, chip: Chip, x: Inputs, around: Around, o: str) -> Step:
     (BV, rows, t), M = row_tile(p.V, NUMBERS_OF_NORM), p.B * p.T * p.HV
     counts, strides = counted(around.norm_gate, alone(p))
-    launch_rule(
-        c, normalize_outputs, (o, around.norm_gate, around.norm_weight), (-(-M // rows), 1, 1), t,
+    return step_of(
+        p, chip, x, normalize_outputs, (o, "norm_gate", "norm_weight"), (-(-M // rows), 1, 1), t,
         p.T, M, p.pools.eps, *counts, strides, BV=BV, ROWS=rows, ACTIVATION=p.pools.activation, follows=True,
     )  # fmt: skip
 
 
-def windows_of(p: Problem, pool: Tensor) -> tuple[int, ...]:
+def plan_step(p: Problem, chip: Chip, x: Inputs, *, every: bool = False) -> Plan:
+    """o and the final states of a recurrent op: `decode` from the initial states to a pool of final ones. Without a
+    token no row reads its state."""
+    made, initial, names = Making(), x.initial_state, names_of(x)
+    # A packed row may be longer than its sequences.
+    o = made.new("o", (p.B, p.T, p.HV, p.V), p.dtype, 0.0 if p.packed else None)
+    unchanged = None if p.T else 0.0 if initial is None else "initial_state"
+    final = made.new("states", p.state_shape, torch.float32, unchanged)
+    if p.T == 0:
+        return Plan((), tuple(made), (o, final))
+    names |= {name: made.whole(name, getattr(x, name)) for name in VECTORS}
+    if x.beta is None:
+        x, names["beta"] = x._replace(beta=_new(made, "ones", (p.B, p.T, p.HV), p.dtype, 1.0)), "ones"
+    for name, t in zip(x._fields, x, strict=True):
+        if t is not None and _spans(t) >= LIMIT and names[name] == name:
+            names[name], x = made.copy(name, t), x._replace(**{name: Layout(t.shape, contiguous(t.shape), t.dtype)})
+    has = None if initial is not None else _new(made, "none has one", (p.N,), torch.bool, 0.0)
+    if initial is not None and (initial.dtype != torch.float32 or not initial.whole):
+        copied = _new(made, "initial states", initial.shape, torch.float32, "initial_state")
+        x, names["initial_state"] = x._replace(initial_state=copied), "initial states"
+    s = Slots(Layout(p.state_shape, contiguous(p.state_shape), torch.float32), None, has_initial_state=has)
+    names |= names_of(s) | {"o": o, "state_pool": final, "has_initial_state": has and "none has one"}
+    p = p._replace(pools=Pools(dtype=torch.float32))
+    return Plan(tuple(decode_steps(p, chip, x, s, names, decode_tiles(p, chip, every))), tuple(made), (o, final))
+
+
+def _new(made: Making, name: str, shape: Sequence[int], dtype: torch.dtype, filled: str | float) -> Layout:
+    made.new(name, shape, dtype, filled)
+    return Layout(tuple(shape), contiguous(shape), dtype)
+
+
+def _spans(t: Layout) -> int:
+    """How many numbers the tensor spans, from its first to its last."""
+    return sum((size - 1) * stride for size, stride in zip(t.shape, t.strides, strict=True))
+
+
+def windows_of(p: Problem, pool: Layout) -> tuple[int, ...]:
     """The tuple that window.py takes as CONV."""
     return p.pools.taps, p.pools.window, *pool.stride()[-2:], p.pools.rolling
