@@ -15,7 +15,7 @@ from flash_delta.compiler.offline import offline
 from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.runtime.plan import Layout, Making, Memory, Plan, Step, contiguous, layout_of, row_stride
 from flash_delta.kernels.runtime.run import name_of, run
-from flash_delta.kernels.triton.elementwise.convolution import (
+from flash_delta.kernels.triton.elementwise.convolution_plans import (
     ConvolutionGradients,
     plan_convolve,
     plan_convolve_backward,

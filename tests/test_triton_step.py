@@ -9,6 +9,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import flash_delta
+from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.plan import layout_of
+from flash_delta.kernels.triton.serving.rows import plan_step
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -102,20 +105,17 @@ def test_a_beta_of_one_need_not_be_given():
 
 @torch.no_grad()
 def test_a_packed_token_counts_by_its_own_stride():
-    """Code that was compiled for tokens 16 numbers apart has another key than code for tokens 5 apart, also where there
-    is only one token. Results do not depend on it: what multiplies the stride is 0 then. So a call that torch takes for
-    contiguous may launch what an earlier one launched, and on a GPU it does."""
-    from flash_delta.kernels.runtime.calls import make_call
-    from flash_delta.kernels.runtime.compile_key import STEP
-
+    """Tokens 16 numbers apart are counted otherwise than tokens 5 apart, also where there is only one token. Results do
+    not depend on it: what multiplies the stride is 0 then. So a call that torch takes for contiguous may launch what an
+    earlier one launched, and on a GPU it does."""
     x = make_inputs(BY_NAME["one-token"], MEMBERS["gdn-recurrent"], torch.float32, DEVICE)
     x = {n: x[n][:1] for n in ("q", "k", "v", "g", "beta")} | {"cu_seqlens": torch.tensor([0, 1], device=DEVICE)}
-    op, keys = flash_delta.fused_recurrent_gated_delta_rule, []
+    op, steps = flash_delta.fused_recurrent_gated_delta_rule, []
     want, _ = op(**x, backend="triton")
     for token in (64, 5):
         q = torch.empty_strided(x["q"].shape, (4096, token, 16, 1), device=DEVICE).copy_(x["q"])
         call = x | {"q": q}
         assert torch.equal(op(**call, backend="triton")[0], want)
-        problem = flash_delta.explain(op, **call).problem
-        keys.append(make_call(problem, Inputs(**call), STEP).shape.key)
-    assert keys[0] != keys[1]
+        layouts = Inputs._make(map(layout_of, Inputs(**call)))
+        steps += plan_step(flash_delta.explain(op, **call).problem, Chip("sm_90", 132), layouts).steps
+    assert steps[0].arguments != steps[1].arguments

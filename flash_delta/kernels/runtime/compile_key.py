@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from math import gcd
 from operator import attrgetter
 from threading import Lock
 from typing import NamedTuple
@@ -20,9 +19,7 @@ from flash_delta.problem import (
     marked,
 )
 
-DECODE, STEP, PREFILL = ("decode",), ("step",), ("prefill",)  # kinds of calls
-SERVING = (*DECODE, *STEP, *PREFILL)  # the first words of kinds of calls with a pool
-TOKENS = ("q", "k", "v", "g", "beta", "norm_gate")
+PREFILL = ("prefill",)  # the kind of calls with a pool
 POOLS = {"state_pool": 3, "write_pool": 3, "conv_pool": 2, "conv_write_pool": 2}  # axes of a state, or of a window
 NAMES = (*Inputs._fields, *Slots._fields, *Around._fields)  # names of a serving call's tensors
 
@@ -38,7 +35,6 @@ Flags = NamedTuple(
         ("bounded", bool),  # there is a Gate.bound
         *marked(Pools, Compiled).items(),
         ("reflects", bool),  # Problem.most_beta is above 1
-        ("alone", bool),  # decoding with one token per row
     ],
 )
 _compiled, _of_pools = (attrgetter(*marked(fields, Compiled)) for fields in (Problem, Pools))
@@ -66,55 +62,32 @@ def laid_out(*tensors: Tensor | None) -> tuple[tuple | None, ...]:
 
 def flags_of(p: Problem, kind: tuple) -> Flags:
     gate, pools = (p.gate.kind, p.gate.raw, p.gate.bound is not None), _of_pools(p.pools or NO_POOLS)
-    return Flags(kind, *_compiled(p), *gate, *pools, p.most_beta > 1, kind in (DECODE, STEP) and alone(p))
+    return Flags(kind, *_compiled(p), *gate, *pools, p.most_beta > 1)
 
 
 def key_of(flags: NamedTuple, tensors: tuple[tuple | None, ...]) -> int:
     """The number of a key."""
-    names = NAMES if flags.kind[0] in SERVING else Inputs._fields
-    counted, one = (TOKENS, flags.alone) if flags.kind in (DECODE, STEP) else ((), False)
+    names = NAMES if flags.kind == PREFILL else Inputs._fields
     layouts = tuple([
-        None if t is None else _layout(*t, counted=name in counted, fixed=POOLS.get(name, 0), alone=one)
+        None if t is None else _layout(*t, fixed=POOLS.get(name, 0))
         for name, t in zip_longest(names[: len(tensors)], tensors)
     ])  # fmt: skip
     with _numbering:
         return key_numbers.setdefault((flags, layouts), len(key_numbers))
 
 
-def _layout(
-    dtype: torch.dtype, strides: tuple[int, ...], alignment: int, *, counted: bool, fixed: int, alone: bool
-) -> TensorLayout:
+def _layout(dtype: torch.dtype, strides: tuple[int, ...], alignment: int, *, fixed: int) -> TensorLayout:
     """The properties that Triton compiles for.
 
     * Of a stride: whether it is 1, whether it needs 64 bits, and its remainder by 16.
     * Of indices and of parameters, which are contiguous: no stride.
-    * If tokens are ``counted``: of the first two strides only their unit, and whether they need 64 bits, counted in it.
     * Of a pool: also the last ``fixed`` strides themselves, which are constants of `decode`.
     """
-
     if len(strides) < 3 or not dtype.is_floating_point:
         return TensorLayout(dtype, alignment == 0, ())
-    if fixed:
-        return TensorLayout(dtype, alignment == 0, (*_classes(strides[:-fixed]), *strides[-fixed:]))
-    if not counted:
-        return TensorLayout(dtype, alignment == 0, _classes(strides))
-    row, token, *others = strides
-    size = unit(row, token, alone)
-    counts = tuple(stride // size < 2**31 for stride in (row, token))
-    return TensorLayout(dtype, alignment == 0, (size, *counts, *_classes(others)))
+    places = len(strides) - fixed
+    return TensorLayout(dtype, alignment == 0, (*_classes(strides[:places]), *strides[places:]))
 
 
 def _classes(strides: Sequence[int]) -> tuple[tuple[int, bool, bool], ...]:
     return tuple([(stride % 16, stride == 1, stride < 2**31) for stride in strides])
-
-
-def alone(p: Problem) -> bool:
-    """Whether decoding rows have one token. For them `decode` is compiled separately, without a search for more."""
-    return p.T == 1 and not p.packed
-
-
-def unit(row: int, token: int, one: bool) -> int:
-    """The unit, up to 16 numbers, in which `decode` counts the strides of rows and tokens. The strides themselves would
-    change with T, and the unit usually does not. If rows have one token (``one``), the token's stride may be anything
-    and is ignored."""
-    return gcd(row, 0 if one else token, 16)

@@ -109,20 +109,20 @@ class Making(list[Memory]):
         """Memory with the shape and dtype of ``t``; None if there is no ``t``."""
         return None if t is None else self.new(name, t.shape, t.dtype, filled)
 
-    def copy(self, name: str, t: Layout) -> str:
+    def without_gaps(self, name: str, t: Layout) -> str:
         """A contiguous copy of the tensor ``name``."""
         return self.new(f"{name} without gaps", t.shape, t.dtype, filled=name)
 
     def whole(self, name: str, t: Layout | None) -> str | None:
         """The tensor ``name``, or a contiguous copy."""
-        return None if t is None else name if t.whole else self.copy(name, t)
+        return None if t is None else name if t.whole else self.without_gaps(name, t)
 
     def rows(self, name: str, t: Layout, axes: int) -> tuple[str, tuple[int, ...]]:
         """The tensor ``name`` with all axes but the last ``axes`` as one axis of rows, and its strides then. It is a
         copy if strides do not allow this."""
         row = row_stride(t.shape[:-axes], t.strides[:-axes])
         if row is None:
-            return self.copy(name, t), contiguous(t.shape)[-axes - 1 :]
+            return self.without_gaps(name, t), contiguous(t.shape)[-axes - 1 :]
         return name, (row, *t.strides[-axes:])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_delta.kernels.runtime.chip import CPU
 from flash_delta.kernels.runtime.run import run
-from flash_delta.kernels.triton.elementwise.convolution import (
+from flash_delta.kernels.triton.elementwise.convolution_plans import (
     ConvolutionGradients,
     ConvolvedGradients,
     Destination,

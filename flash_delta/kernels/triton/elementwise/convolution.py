@@ -15,10 +15,7 @@ tokens later. Before a sequence's first token, dx is the gradient of its initial
 programs' parts of dweight and dbias, always in the same order.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,10 +23,8 @@ import triton.language as tl
 
 from flash_delta.kernels.device.activation import sigmoid
 from flash_delta.kernels.device.chunk import find_slot
-from flash_delta.kernels.runtime.chip import Chip, Tile, family, next_power_of_2
-from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, contiguous, has_unit_stride, names_of
-from flash_delta.kernels.triton.elementwise.total import sum_parts
-from flash_delta.problem import ConvolutionProblem, Convolved, ConvolvedHeads, Problem
+from flash_delta.kernels.runtime.chip import Chip, family, next_power_of_2
+from flash_delta.problem import ConvolutionProblem, Problem
 
 
 @triton.jit
@@ -277,9 +272,6 @@ CUTS = {  # a thread has 16 bytes of a row of 16-bit numbers; AMD's warps are tw
     ("convolve_backward", "amd"): Cut(1, 256, 128, 4),
 }
 FEWEST, PROGRAMS = 16, 6  # the fewest tokens of a program; the programs that a multiprocessor should have
-TOKEN = Tile(4, 1, 256)
-NO_STRIDES = (0, 0, 0)
-ADJOINING = None, None
 
 
 def choose_cut(kernel: str, chip: Chip, W: int, D: int, dtype: torch.dtype) -> Cut:
@@ -305,161 +297,3 @@ def cut_of(kernel: str, p: ConvolutionProblem, chip: Chip, dtype: torch.dtype) -
 def count_pieces(p: ConvolutionProblem | Problem, BT: int) -> int:
     """The number of programs along the tokens: an upper bound, as for chunks (chunk.count_slots)."""
     return p.T // BT + p.N + 1 if p.packed else p.N * -(-p.T // BT)
-
-
-class ConvolutionGradients(NamedTuple):
-    """The gradients of a convolution's results."""
-
-    dy: Any
-    dfinal: Any
-
-
-class ConvolvedGradients(NamedTuple):
-    """The contiguous gradients of q, k and v after their convolutions [B, T, H, K]."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-
-
-class Destination(NamedTuple):
-    """Where the gradients of q, k and v are written."""
-
-    to_q: Any
-    to_k: Any
-    to_v: Any
-
-
-def plan_convolve(p: ConvolutionProblem, chip: Chip, x: Convolved) -> Plan:
-    """y [B, T, D] and, if the problem asks for it, the final state [N, D, W]."""
-    made, empty = Making(), 0 in x.x.shape
-    y, final = made.like("y", x.x), None
-    if p.output_final_state:
-        unchanged = 0.0 if x.initial_state is None else "initial_state"
-        final = made.new("final_state", (p.N, p.D, p.W), x.x.dtype, unchanged if empty else None)
-    if empty:
-        return Plan((), tuple(made), (y, final))
-    of_x, x_strides = _unit(made, "x", x.x)
-    pointers = of_x, *_parameters(made, x), y, final, None
-    step = _along(p, chip, convolve, x.x.dtype, pointers, (x_strides, (), strides(x.initial_state)), (ADJOINING,))
-    return Plan((step,), tuple(made), (y, final))
-
-
-def plan_convolve_backward(p: ConvolutionProblem, chip: Chip, x: Convolved, after: ConvolutionGradients) -> Plan:
-    """The gradients of x, weight, bias and initial_state."""
-    made, zero = Making(), 0.0 if 0 in x.x.shape else None
-    d = [made.like(f"d{name}", t, zero) for name, t in zip(x._fields[:3], x, strict=False)]
-    through = zero if zero is None or after.dfinal is None else "dfinal"  # without tokens
-    results = dx, dweight, dbias, dinitial = *d, made.like("dinitial", x.initial_state, through)
-    if zero is not None:
-        return Plan((), tuple(made), results)
-    of_x, x_strides = _unit(made, "x", x.x)
-    dy, dy_strides = made.like("zeros", x.x, 0.0), contiguous(x.x.shape)
-    if after.dy is not None:
-        made.pop()
-        dy, dy_strides = _unit(made, "dy", after.dy)
-    rows = p.W + (x.bias is not None)
-    shape = count_pieces(p, cut_of("convolve_backward", p, chip, x.x.dtype).BT), rows, p.D
-    parts, dfinal = made.new("parts", shape, torch.float32), names_of(after)["dfinal"]
-    pointers = of_x, *_parameters(made, x), dy, dfinal, dx, dinitial, None, parts
-    all_strides = x_strides, dy_strides, contiguous(x.x.shape), (), strides(x.initial_state), strides(after.dfinal)
-    step = _along(p, chip, convolve_backward, x.x.dtype, pointers, all_strides, (ADJOINING, ADJOINING))
-    return Plan((step, sum_parts(parts, shape, dweight, p.W, dbias)), tuple(made), results)
-
-
-def plan_convolve_heads(p: ConvolutionProblem, chip: Chip, x: ConvolvedHeads) -> Plan:
-    """q, k and v after their convolutions, in one launch."""
-    made = Making()
-    y = [made.like(f"{name} convolved", t) for name, t in zip("qkv", x, strict=False)]
-    if 0 in x.q.shape:
-        return Plan((), tuple(made), tuple(y))
-    (q, k, v), weights, bounds, layouts = _of_heads(made, x)
-    pointers = q, weights[0], None, None, bounds, y[0], None, (k, weights[1], y[1], v, weights[2], y[2])
-    of_q, of_k, of_v = (t.strides[:3] for t in layouts)
-    all_strides = of_q, (*of_k, *of_v), NO_STRIDES
-    step = _along(p, chip, convolve, x.q.dtype, pointers, all_strides, (pitched(layouts),))
-    return Plan((step,), tuple(made), tuple(y))
-
-
-def plan_convolve_heads_backward(
-    p: ConvolutionProblem, chip: Chip, x: ConvolvedHeads, d: ConvolvedGradients, to: Destination, *,
-    weights: bool = True,
-) -> Plan:  # fmt: skip
-    """The gradient of all weights [D, W]; those of q, k and v are written where they are wanted."""
-    made, empty = Making(), 0 in x.q.shape
-    dweight = made.new("dweight", (p.D, p.W), x.q_weight.dtype, 0.0 if empty else None) if weights else None
-    if empty:
-        return Plan((), tuple(made), (dweight,))
-    (q, k, v), taps, bounds, layouts = _of_heads(made, x)
-    shape = count_pieces(p, cut_of("convolve_backward", p, chip, x.q.dtype).BT), p.W, p.D
-    parts = made.new("parts", shape, torch.float32) if weights else None
-    others = k, taps[1], "dk", "to_k", v, taps[2], "dv", "to_v"
-    pointers = q, taps[0], None, None, bounds, "dq", None, "to_q", None, others, parts
-    of_q, of_k, of_v = ([t.strides[:3] for t in part] for part in zip(layouts, d, to, strict=True))
-    all_strides = *of_q, tuple(chain(*of_k, *of_v)), NO_STRIDES, NO_STRIDES
-    heads = pitched(layouts), pitched(to)
-    steps = [_along(p, chip, convolve_backward, x.q.dtype, pointers, all_strides, heads)]
-    if weights:
-        steps += [sum_parts(parts, shape, dweight, p.W)]
-    return Plan(tuple(steps), tuple(made), (dweight,))
-
-
-plan_convolve_heads_backward_without_weights = partial(plan_convolve_heads_backward, weights=False)
-
-
-def plan_convolve_token(p: ConvolutionProblem, chip: Chip, x: Convolved) -> Plan:
-    """y for one token of every row, x [N, D] or [N, D, 1]. The state is updated in place."""
-    made = Making()
-    y, BD = made.like("y", x.x), min(TOKEN.BV, next_power_of_2(p.D))
-    if 0 in x.x.shape:
-        return Plan((), tuple(made), (y,))
-    weight, bias = made.whole("weight", x.weight), made.whole("bias", x.bias)
-    arguments = "x", "initial_state", weight, bias, y, x.x.strides[:2], x.initial_state.strides
-    constants = {"D": p.D, "W": p.W, "BD": BD, "SILU": p.activation is not None}
-    step = Step(convolve_token, (p.N * -(-p.D // BD), 1, 1), TOKEN, arguments, constants)
-    return Plan((step,), tuple(made), (y,))
-
-
-def strides(t: Layout | None) -> tuple[int, ...]:
-    return NO_STRIDES if t is None else t.stride()[:3]
-
-
-def pitched(tensors: Sequence[Layout]) -> tuple[int | None, int | None]:
-    """The width of q's and k's heads [B, T, H, K], and that of v's; None where all adjoin."""
-    q, k, v = [None if t.shape[2] < 2 or t.strides[2] == t.shape[3] else t.shape[3] for t in tensors]
-    return q or k, v
-
-
-def _parameters(made: Making, x: Convolved) -> tuple[str | None, ...]:
-    """The weight, bias, initial state and bounds, all but the state contiguous."""
-    state = names_of(x)["initial_state"]
-    return made.whole("weight", x.weight), made.whole("bias", x.bias), state, made.whole("cu_seqlens", x.cu_seqlens)
-
-
-def _unit(made: Making, name: str, t: Layout) -> tuple[str, tuple[int, ...]]:
-    """A tensor with contiguous channels, as nearly all have, and its strides."""
-    return (name, t.strides) if has_unit_stride(t) else (made.copy(name, t), contiguous(t.shape))
-
-
-def _of_heads(
-    made: Making, x: ConvolvedHeads
-) -> tuple[list[str], list[str | None], str | None, list[Layout]]:  # fmt: skip
-    """q, k and v with contiguous channels in each head, contiguous weights and bounds; the layouts of q, k and v."""
-    found = [_unit(made, name, t) for name, t in zip("qkv", x, strict=False)]
-    layouts = [Layout(t.shape, strides, t.dtype) for t, (_, strides) in zip(x, found, strict=False)]
-    *weights, bounds = (made.whole(name, t) for name, t in zip(x._fields[3:], x[3:], strict=True))
-    return [name for name, _ in found], weights, bounds, layouts
-
-
-def _along(
-    p: ConvolutionProblem, chip: Chip, kernel: Any, dtype: torch.dtype, pointers: tuple[Any, ...],
-    all_strides: tuple[tuple[int, ...], ...], heads: tuple[tuple[int | None, ...], ...],
-) -> Step:  # fmt: skip
-    """The launch of programs along the tokens. ``heads``: for x, and for its gradient, the widths of `pitched`."""
-    w = cut_of(kernel.__name__, p, chip, dtype)
-    constants = {"D": p.D, "DQ": p.DQ or p.D, "W": p.W, "BD": w.BD, "G": w.G}
-    constants |= dict(zip(("HEADS", "DX_HEADS"), heads, strict=False))
-    constants |= {"PACKED": p.packed, "SILU": p.activation is not None}
-    blocks = -(-p.D // w.BD) if not p.DQ else 2 * -(-p.DQ // w.BD) + -(-(p.D - 2 * p.DQ) // w.BD)
-    grid = count_pieces(p, w.BT) * blocks, 1, 1
-    return Step(kernel, grid, Tile(w.warps, 1), (*pointers, p.N, p.T, w.BT, *all_strides), constants)

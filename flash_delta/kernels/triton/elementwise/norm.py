@@ -168,7 +168,7 @@ plan_norm_backward_without_weight = partial(plan_norm_backward, weights=False)
 def _rows(made: Making, name: str, t: Layout, D: int) -> tuple[str, int]:
     """A tensor as rows of D numbers, all equally far apart, and the stride between them."""
     row = _row_of(t, D)
-    return (made.copy(name, t), D) if row is None else (name, row)
+    return (made.without_gaps(name, t), D) if row is None else (name, row)
 
 
 def _gate(
@@ -184,7 +184,7 @@ def _gate(
     groups, of_group = t.shape[-2], t.shape[-1] // D
     heads = groups * of_group, of_group
     if not has_unit_stride(t):
-        return made.copy(name, t), heads, contiguous(t.shape)[-3:-1]
+        return made.without_gaps(name, t), heads, contiguous(t.shape)[-3:-1]
     name, (token, group, _) = made.rows(name, t, 2)
     return name, heads, (token, group)
 

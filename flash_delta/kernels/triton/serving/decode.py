@@ -28,6 +28,7 @@ stores.
 """
 
 from collections.abc import Iterable, Mapping
+from math import gcd
 
 import triton
 import triton.language as tl
@@ -38,7 +39,6 @@ from flash_delta.kernels.device.slots import as_slot, find_state, load_index, lo
 from flash_delta.kernels.runtime.arguments import columns, every, short, states, step_of, table
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Chip, Tile
-from flash_delta.kernels.runtime.compile_key import alone, unit
 from flash_delta.kernels.runtime.launch import launch_step
 from flash_delta.kernels.runtime.plan import Layout, Step, names_of
 from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
@@ -285,6 +285,18 @@ def token_stride(pool: Tensor | Layout | None, axes: int) -> int | None:
 def opened(c: Call) -> tuple[Slots, Around]:
     """The parts of ``c.more`` in a serving call."""
     return Slots(*c.more[: len(Slots._fields)]), Around(*c.more[len(Slots._fields) :])
+
+
+def alone(p: Problem) -> bool:
+    """Whether decoding rows have one token. For them `decode` is compiled separately, without a search for more."""
+    return p.T == 1 and not p.packed
+
+
+def unit(row: int, token: int, one: bool) -> int:
+    """The unit, up to 16 numbers, in which `decode` counts the strides of rows and tokens. The strides themselves would
+    change with T, and the unit usually does not. If rows have one token (``one``), the token's stride may be anything
+    and is ignored."""
+    return gcd(row, 0 if one else token, 16)
 
 
 def counted(t: Tensor | Layout | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:

@@ -38,8 +38,8 @@ from flash_delta.kernels.triton.elementwise.convolution import (
     load_group,
     load_state,
     load_taps,
-    strides,
 )
+from flash_delta.kernels.triton.elementwise.convolution_plans import strides
 from flash_delta.kernels.triton.elementwise.norm import ROWS, activate, reciprocal_rms, row_tile
 from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
 from flash_delta.kernels.triton.serving.decode import opened

@@ -22,11 +22,11 @@ from flash_delta.kernels.device.chunk import bounds, lead
 from flash_delta.kernels.device.slots import as_slot, find_column, find_state, load_index, load_slot
 from flash_delta.kernels.runtime.arguments import step_of
 from flash_delta.kernels.runtime.chip import Chip, Tile
-from flash_delta.kernels.runtime.compile_key import alone
 from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, contiguous, names_of
 from flash_delta.kernels.triton.elementwise.norm import row_tile
 from flash_delta.kernels.triton.serving.decode import (
     INDICES,
+    alone,
     counted,
     decode_steps,
     first_written_of,
@@ -210,7 +210,10 @@ def plan_step(p: Problem, chip: Chip, x: Inputs, *, every: bool = False) -> Plan
         x, names["beta"] = x._replace(beta=_new(made, "ones", (p.B, p.T, p.HV), p.dtype, 1.0)), "ones"
     for name, t in zip(x._fields, x, strict=True):
         if t is not None and _spans(t) >= LIMIT and names[name] == name:
-            names[name], x = made.copy(name, t), x._replace(**{name: Layout(t.shape, contiguous(t.shape), t.dtype)})
+            names[name], x = (
+                made.without_gaps(name, t),
+                x._replace(**{name: Layout(t.shape, contiguous(t.shape), t.dtype)}),
+            )
     has = None if initial is not None else _new(made, "none has one", (p.N,), torch.bool, 0.0)
     if initial is not None and (initial.dtype != torch.float32 or not initial.whole):
         copied = _new(made, "initial states", initial.shape, torch.float32, "initial_state")
