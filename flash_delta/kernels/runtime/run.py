@@ -81,7 +81,7 @@ def run_new(
             calls_that_compiled.append(call)
     if is_direct(p.device):
         ensure_context(p.device)
-        launch = Launched(planned, given, [compiled[name] for name in names], groups[0][0])
+        launch = Launched(planned, given, [compiled[name] for name in names], groups)
     else:
         launch = ByTriton(planned, given)
     keep(known, name, launch)
@@ -110,16 +110,15 @@ def _compile(plan: Plan, device: int, layouts: dict[str, Any], tensors: dict[str
 
 class Launched(Replay):
     """The launches of a plan, without Triton's launcher. A tensor of its own (``makes``) has a result, and what is
-    filled. All other memory is one allocation. New tensors are made from the call's first tensor: one with its dtype
-    takes half the time, which is noted as None."""
+    filled. All other memory is one allocation."""
 
     __slots__ = ("filled", "makes", "picks")
 
-    def __init__(self, plan: Plan, given: Sequence[str], kernels: Sequence[Any], first: Tensor):
+    def __init__(self, plan: Plan, given: Sequence[str], kernels: Sequence[Any], groups: tuple[Group, ...]):
         apart = [m for m in plan.memory if m.name in plan.results or m.filled is not None]
         together = [m for m in plan.memory if m.name not in plan.results and m.filled is None]
         words = {name: (word, 0) for word, name in enumerate((*given, *(m.name for m in (*apart, *together))))}
-        self.makes = tuple([(m.shape, None if m.dtype == first.dtype else m.dtype) for m in apart])
+        self.makes = tuple([_maker(groups, m) for m in apart])
         self.filled = tuple([(number, m.filled) for number, m in enumerate(apart) if m.filled is not None])
         picks = tuple([None if name is None else words[name][0] for name in plan.results])
         made = len(given), len(given) + len(apart)
@@ -132,8 +131,9 @@ class Launched(Replay):
         super().__init__(steps, (None,) * len(words), (size, tuple(starts)))
 
     def __call__(self, device: torch.device, groups: tuple[Group, ...]) -> Results:
-        made, new = [], groups[0][0].new_empty  # faster than `torch.empty` with a device
-        for shape, dtype in self.makes:
+        made = []
+        for group, place, shape, dtype in self.makes:
+            new = groups[group][place].new_empty
             made.append(new(*shape) if dtype is None else new(shape, dtype=dtype))
         if self.filled:
             tensors = {name: t for group in groups for name, t in zip(group._fields, group, strict=True)}
@@ -141,7 +141,7 @@ class Launched(Replay):
                 fill(made[number], value, tensors)
         made = tuple(made)
         if self.names:  # as in `launch`, with one call less
-            memory = new(self.size, dtype=torch.uint8) if self.has_places else None
+            memory = groups[0][0].new_empty(self.size, dtype=torch.uint8) if self.has_places else None
             try:
                 frame = self.frames.pop()
             except IndexError:
@@ -154,6 +154,16 @@ class Launched(Replay):
             return made
         every = *chain.from_iterable(groups), *made
         return tuple([None if pick is None else every[pick] for pick in self.picks])
+
+
+def _maker(groups: tuple[Group, ...], m: Memory) -> tuple[int, int, tuple[int, ...], torch.dtype | None]:
+    """The place of a tensor from which this memory is made, its shape, and its dtype. The dtype is None if that tensor
+    has it, too: then it takes half the time. Either is faster than `torch.empty` with a device."""
+    for i, group in enumerate(groups):
+        for j, t in enumerate(group):
+            if t is not None and t.dtype == m.dtype:
+                return i, j, m.shape, None
+    return 0, 0, m.shape, m.dtype
 
 
 class ByTriton:
