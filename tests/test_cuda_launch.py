@@ -116,7 +116,7 @@ def launched_by_triton(fake, compiled, stream, q, bounds):
 def replay_of(compiled, q, bounds, memory=None):
     """``memory``: what q is a part of."""
     plan = descriptors.DescribedPlan((3, 2), (described(q), q, bounds), {"none": None} | dict(enumerate(SCALARS)))
-    return cuda_driver.Replay([descriptors.step_of(compiled, plan, {})], (q if memory is None else memory, bounds))
+    return cuda_driver.Replay([descriptors.bind(compiled, plan, {})], (q if memory is None else memory, bounds))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -243,6 +243,8 @@ def test_no_call_is_launched_with_other_tensors_than_it_has(fake):
 WRONG = [
     ("*i8", 4096 + 64, ValueError, "expected a pointer into one of the call's tensors, got 4160"),
     ("*i8", None, ValueError, "expected a pointer into one of the call's tensors, got None"),
+    ("*i8", (5, 0), ValueError, "expected the number of a tensor of the call, got \\(5, 0\\)"),
+    ("*i8", (-1, 0), ValueError, "expected the number of a tensor of the call, got \\(-1, 0\\)"),
     ("*i8", torch.empty(3), ValueError, "expected a pointer into one of the call's tensors, got tensor"),
     ("*i8", 0.5, AttributeError, "data_ptr"),
     ("i32", 2**31, OverflowError, "expected a number of 32 bits, got 2147483648"),

@@ -81,7 +81,7 @@ class KnownCall:
     problem: Problem | ElementwiseProblem
     backend: ModuleType  # the backend that runs it
     needs_grad: bool
-    launches: dict[tuple, Any] = field(default_factory=dict)  # what the backend keeps for the next such call
+    launches: dict[Any, Any] = field(default_factory=dict)  # what the backend keeps for the next such call
     # Repeats the launches, or returns None. For serving calls: (known, x, slots, around) -> o. For a recurrent op
     # without gradients: (known, x) -> (o, states).
     again: Callable[..., Any] | None = None

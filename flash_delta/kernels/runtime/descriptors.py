@@ -40,7 +40,7 @@ def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -
     for plan in plans:
         name = (id(kernel), c.shape.key, *plan.constants.values())
         if c.steps is not None:
-            c.steps.append(step_of(compiled_as(name), plan, described))
+            c.steps.append(bind(compiled_as(name), plan, described))
             continue
         arguments = [TensorDescriptor(*a) if isinstance(a, Descriptor) else a for a in plan.arguments]
         if c.compiling is not None:
@@ -50,7 +50,7 @@ def launch_described(c: Call, kernel: Any, *plans: DescribedPlan, **more: int) -
             kernel[plan.grid](*arguments, **plan.constants, **options)
 
 
-def step_of(compiled: Any, plan: DescribedPlan, described: dict[int, tuple]) -> BoundStep:
+def bind(compiled: Any, plan: DescribedPlan, described: dict[int, tuple]) -> BoundStep:
     """The launch of a plan. ``described``: descriptors that plans share, by their identity."""
     metas = iter(compiled.metadata.tensordesc_meta)
     values = [_described(a, next(metas), described) if type(a) is Descriptor else a for a in plan.arguments]

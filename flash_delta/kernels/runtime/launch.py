@@ -82,8 +82,8 @@ def run(
 
 
 def _compile(*calls: tuple[Call, Kernels]) -> None:
-    """Compiles everything that calls with these keys can ever launch, in parallel. If several threads make
-    such a call first, one of them compiles, and the others wait."""
+    """Compiles everything that calls with these keys can ever launch, in parallel. If several threads make such a
+    call first, one of them compiles, and the others wait."""
     with compiling:
         if all(c.shape.key in _ready for c, _ in calls):
             return

@@ -158,10 +158,10 @@ class Launched(Replay):
 
 def _maker(groups: tuple[Group, ...], m: Memory) -> tuple[int, int, tuple[int, ...], torch.dtype | None]:
     """The place of a tensor from which this memory is made, its shape, and its dtype. The dtype is None if that tensor
-    has it, too: then it takes half the time. Either is faster than `torch.empty` with a device."""
+    has it: then PyTorch takes half the time. Either is faster than `torch.empty` with a device."""
     for i, group in enumerate(groups):
         for j, t in enumerate(group):
-            if t is not None and t.dtype == m.dtype:
+            if type(t) is Tensor and t.dtype == m.dtype:  # of a subclass it might be one, too
                 return i, j, m.shape, None
     return 0, 0, m.shape, m.dtype
 

@@ -30,7 +30,7 @@ static int find(const Builder *b, PyObject *value, int64_t *word, uint64_t *offs
 static int read_place(const Builder *b, PyObject *value, Inner *at) {
   if (!PyArg_ParseTuple(value, "LK", &at->word, &at->offset)) return 0;
   if (0 <= at->word && at->word < b->count) return 1;
-  return !PyErr_Format(PyExc_ValueError, "expected the number of a tensor, got %R", value);
+  return PyErr_Format(PyExc_ValueError, "expected the number of a tensor of the call, got %R", value) != NULL;
 }
 
 // The number of the word that will hold the value's address, or -1 with an exception.
