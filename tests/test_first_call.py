@@ -68,12 +68,12 @@ def test_both_languages_take_turns_and_triton_is_afterwards_as_it_was(monkeypatc
 
 def test_an_allocator_is_set_for_a_launch_only_and_never_instead_of_the_callers():
     assert isinstance(_allocator.get(), NullAllocator)
-    with launch._memory_for_descriptors():
+    with launch.memory_for_descriptors():
         assert _allocator.get() is launch._scratch
     assert isinstance(_allocator.get(), NullAllocator)
     before = _allocator.set(len)
     try:
-        with launch._memory_for_descriptors():
+        with launch.memory_for_descriptors():
             assert _allocator.get() is len
         assert _allocator.get() is len
     finally:
