@@ -1,5 +1,6 @@
 """Plans as values: what they launch, on any machine, for any chip."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from flash_delta.compiler.offline import offline
+from flash_delta.kernels.runtime import run as runner
 from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.runtime.plan import Layout, Making, Memory, Plan, Step, contiguous, layout_of, row_stride
 from flash_delta.kernels.runtime.run import name_of, run
@@ -21,7 +23,7 @@ from flash_delta.kernels.triton.elementwise.convolution_plans import (
     plan_convolve_backward,
 )
 from flash_delta.kernels.triton.elementwise.norm import NormGradient, plan_norm, plan_norm_backward
-from flash_delta.problem import ConvolutionProblem, Convolved, Normalized, NormProblem
+from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
 
 H200 = Chip("sm_90", 132)
 
@@ -156,3 +158,43 @@ def test_a_name_means_one_tensor():
     again = Plan((), (Memory("x", (8,), torch.float32),), ())
     with pytest.raises(ValueError, match="plan: expected a different name for each tensor, got x, weight, gate, x"):
         run(lambda p, chip, x: again, problem, x)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Launches that Triton's launcher would make on a GPU that is none, each with the tensors that its steps name."""
+    launched = []
+
+    def launch(by_triton, device, groups):
+        named = {name: t for group in groups for name, t in zip(group._fields, group, strict=True)}
+        launched.append([named.get(a) for step in by_triton.plan.steps for a in step.arguments if isinstance(a, str)])
+        return launched[-1]
+
+    monkeypatch.setattr(runner, "on", lambda device: nullcontext())
+    monkeypatch.setattr(runner, "several_devices", lambda: False)
+    monkeypatch.setattr(runner, "chip_of", lambda device: H200)
+    monkeypatch.setattr(runner, "is_direct", lambda device: False)
+    monkeypatch.setattr(runner, "name_of", lambda step, layouts: (step.kernel.__name__,))
+    monkeypatch.setattr(runner, "compile_all", dict.fromkeys)
+    monkeypatch.setattr(runner, "compiled", {})
+    monkeypatch.setattr(runner.ByTriton, "__call__", launch)
+    return launched
+
+
+def test_a_known_call_is_planned_once(on_a_gpu):
+    """Also where Triton launches: on AMD's GPUs and with an older torch."""
+    planned = []
+    p = NormProblem("a test", 8, torch.float32, torch.device("cuda", 0), "silu", 1e-6)
+    known = KnownCall(p, None, False)
+    x, gate, weight = torch.zeros(4, 8), torch.ones(4, 8), torch.zeros(8)
+
+    def planner(*given):
+        planned.append(given)
+        return plan_norm(*given)
+
+    for given in (Normalized(x, weight, x), Normalized(x, weight, gate)):
+        run(planner, p, given, known=known)
+    assert len(planned) == 1
+    assert [[t is given for t in tensors[:2]] for tensors, given in zip(on_a_gpu, (x, gate), strict=True)] == [
+        [True, True], [False, True],
+    ], "one tensor is x and the gate in the first call only"  # fmt: skip
