@@ -15,7 +15,17 @@ from triton.runtime.jit import JITFunction
 from flash_delta.compiler.offline import offline
 from flash_delta.kernels.runtime import run as runner
 from flash_delta.kernels.runtime.chip import Chip, Tile
-from flash_delta.kernels.runtime.plan import Layout, Making, Memory, Plan, Step, contiguous, layout_of, row_stride
+from flash_delta.kernels.runtime.plan import (
+    Layout,
+    Making,
+    Memory,
+    Plan,
+    Step,
+    contiguous,
+    laid_out,
+    layout_of,
+    row_stride,
+)
 from flash_delta.kernels.runtime.run import name_of, run
 from flash_delta.kernels.triton.elementwise.convolution_plans import (
     ConvolutionGradients,
@@ -23,13 +33,10 @@ from flash_delta.kernels.triton.elementwise.convolution_plans import (
     plan_convolve_backward,
 )
 from flash_delta.kernels.triton.elementwise.norm import NormGradient, plan_norm, plan_norm_backward
-from flash_delta.problem import ConvolutionProblem, Convolved, KnownCall, Normalized, NormProblem
+from flash_delta.kernels.triton.serving.rows import plan_step
+from flash_delta.problem import ConvolutionProblem, Convolved, Gate, Inputs, KnownCall, Normalized, NormProblem, Problem
 
 H200 = Chip("sm_90", 132)
-
-
-def laid_out(*shape, dtype=torch.bfloat16):
-    return Layout(shape, contiguous(shape), dtype)
 
 
 def names(plan, *groups):
@@ -43,7 +50,8 @@ def convolutions():
     """The programs of convolutions forward and backward, and how many kernels are compiled for them all."""
     found, compiled = [], set()
     for B, T in ((1, 1024), (2, 2048), (8, 1024), (4, 4096)):
-        x, dy = Convolved(laid_out(B, T, 2048), laid_out(2048, 4)), ConvolutionGradients(laid_out(B, T, 2048), None)
+        tokens = laid_out((B, T, 2048), torch.bfloat16)
+        x, dy = Convolved(tokens, laid_out((2048, 4), torch.bfloat16)), ConvolutionGradients(tokens, None)
         p = ConvolutionProblem("a test", B, T, 2048, 4, B, torch.bfloat16, torch.device("cuda", 0), False, "silu")
         forward, backward = plan_convolve(p, H200, x), plan_convolve_backward(p, H200, x, dy)
         found.append((forward.steps[0].grid[0], backward.steps[0].grid[0]))
@@ -62,9 +70,9 @@ def test_tokens_of_a_convolutions_programs(process):
 @pytest.mark.parametrize("strided", [False, True])
 def test_copies_are_memory_that_is_filled(strided):
     """An input with gaps between channels is copied in every call: no step reads the input itself."""
-    x = laid_out(5, 7, 64) if not strided else Layout((5, 7, 64), (896, 128, 2), torch.bfloat16)
+    x = laid_out((5, 7, 64), torch.bfloat16) if not strided else Layout((5, 7, 64), (896, 128, 2), torch.bfloat16)
     p = NormProblem("a test", 64, torch.bfloat16, torch.device("cuda", 0), None, 1e-6)
-    given, after = Normalized(x, laid_out(64)), NormGradient(x, None)
+    given, after = Normalized(x, laid_out((64,), torch.bfloat16)), NormGradient(x, None)
     forward, backward = plan_norm(p, H200, given), plan_norm_backward(p, H200, given, after)
     copied = {m.name: m.filled for plan in (forward, backward) for m in plan.memory if m.filled is not None}
     assert copied == ({"x without gaps": "x", "dy without gaps": "dy"} if strided else {})
@@ -198,3 +206,20 @@ def test_a_known_call_is_planned_once(on_a_gpu):
     assert [[t is given for t in tensors[:2]] for tensors, given in zip(on_a_gpu, (x, gate), strict=True)] == [
         [True, True], [False, True],
     ], "one tensor is x and the gate in the first call only"  # fmt: skip
+
+
+def test_tokens_that_lie_far_apart_are_copied_for_a_recurrent_op():
+    """Its kernel counts numbers of a token's tensors in 32 bits, and states in 64."""
+    N, gate = 2**17, Gate("scalar", False)
+    p = Problem("a test", N, 1, 1, 1, 128, 128, N, torch.float32, torch.device("cuda", 0), gate, "decayed", 1.0)
+    p, tokens, gates = p._replace(recurrent=True), laid_out((N, 1, 1, 128), p.dtype), laid_out((N, 1, 1), p.dtype)
+    x = Inputs(tokens, tokens, tokens, gates, gates, initial_state=laid_out(p.state_shape, p.dtype))
+    assert [m.name for m in plan_step(p, H200, x).memory] == ["o", "states"]
+    far = Layout(x.q.shape, (2**15, 128, 128, 1), torch.float32)
+    gaps = Layout(p.state_shape, (2 * 128 * 128, 128 * 128, 128, 1), torch.float32)
+    plan = plan_step(p, H200, x._replace(q=far, initial_state=gaps, beta=None))
+    assert {m.name: m.filled for m in plan.memory if m.filled is not None} == {
+        "ones": 1.0, "q without gaps": "q", "initial states": "initial_state",
+    }  # fmt: skip
+    (step,) = plan.steps
+    assert step.arguments[:9] == ("q without gaps", "k", "v", "g", "ones", None, None, "initial states", "states")

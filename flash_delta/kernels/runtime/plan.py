@@ -99,7 +99,7 @@ def resolved(arguments: tuple[Any, ...], tensors: dict[str, Any]) -> tuple[Any, 
 
 
 class Making(list[Memory]):
-    """The memory of a plan while it is made. All methods return names."""
+    """The memory of a plan while it is made. Methods return names of tensors."""
 
     def new(self, name: str, shape: Sequence[int], dtype: torch.dtype, filled: str | float | None = None) -> str:
         self.append(Memory(name, tuple(shape), dtype, filled))
@@ -139,5 +139,11 @@ def row_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     return axes[-1][1] if axes else (strides[-1] if strides else 1)
 
 
+def laid_out(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """The layout of a contiguous tensor."""
+    return Layout(tuple(shape), contiguous(shape), dtype)
+
+
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
     return tuple([prod(shape[axis + 1 :]) for axis in range(len(shape))])

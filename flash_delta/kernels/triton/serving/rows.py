@@ -12,7 +12,7 @@ are written after every token before the first padding token.
 `normalize_outputs` applies the gated norm to o in place. Padding stays 0 for any gate.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from flash_delta.kernels.device.chunk import bounds, lead
 from flash_delta.kernels.device.slots import as_slot, find_column, find_state, load_index, load_slot
 from flash_delta.kernels.runtime.arguments import step_of
 from flash_delta.kernels.runtime.chip import Chip, Tile
-from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, contiguous, names_of
+from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, laid_out, names_of
 from flash_delta.kernels.triton.elementwise.norm import row_tile
 from flash_delta.kernels.triton.serving.decode import (
     INDICES,
@@ -146,10 +146,11 @@ def plan_decode(
     names = names_of(x) | names_of(s) | names_of(around) | {"o": o}
     names |= {name: made.whole(name, getattr(x, name)) for name in VECTORS}
     if p.pools.taps:
-        convolved = [_convolved(made, p, name, *size) for name, size in zip("qkv", sizes_of(p), strict=True)]
-        steps += [_convolve_rows(p, chip, x, s, around, names)]
-        names |= {name: f"{name} convolved" for name in "qkv"}
-        x = x._replace(**dict(zip("qkv", convolved, strict=True)))
+        shapes = {name: (p.B, p.T, *size) for name, size in zip("qkv", sizes_of(p), strict=True)}
+        convolved = {name: made.new(f"{name} convolved", shape, torch.float32) for name, shape in shapes.items()}
+        steps += [_convolve_rows(p, chip, x, s, around, names, convolved)]
+        names |= convolved
+        x = x._replace(**{name: laid_out(shape, torch.float32) for name, shape in shapes.items()})
     tiles = decode_tiles(p, chip, every) if choice is None else (choice,)
     steps += decode_steps(p, chip, x, s, names, tiles, after=p.pools.taps > 0)
     if p.pools.eps is not None:
@@ -157,23 +158,17 @@ def plan_decode(
     return Plan(tuple(steps), tuple(made), (o,))
 
 
-def _convolved(made: Making, p: Problem, name: str, heads: int, width: int) -> Layout:
-    """Memory for q, k or v after the convolution."""
-    shape = p.B, p.T, heads, width
-    made.new(f"{name} convolved", shape, torch.float32)
-    return Layout(shape, contiguous(shape), torch.float32)
-
-
 def _convolve_rows(
-    p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, n: Mapping[str, str | None]
-) -> Step:  # fmt: skip
+    p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, n: Mapping[str, str | None], to: Mapping[str, str]
+) -> Step:
+    """``n``: the names of all tensors. ``to``: those of q, k and v after the convolution."""
     conv, target, pools = around.conv_pool, around.conv_write_pool, p.pools
     units = [counted(y, alone(p)) for y in x[:3]]
     blocks = sum(-(-heads * width // CHANNELS) for heads, width in sizes_of(p))
     pointers = (
         "q", "k", "v", n["read_indices"], n["write_indices"], n["num_accepted_tokens"], n["parent_idx"],
         n["has_initial_state"], n["cu_seqlens"], "conv_pool", "conv_weight", n["conv_bias"], n["conv_write_pool"],
-        "q convolved", "k convolved", "v convolved",
+        *to.values(),
     )  # fmt: skip
     return step_of(
         p, chip, x, convolve_rows, pointers, ((p.N if p.packed else p.B) * blocks, 1, 1), Tile(WARPS, 1),
@@ -207,26 +202,20 @@ def plan_step(p: Problem, chip: Chip, x: Inputs, *, every: bool = False) -> Plan
         return Plan((), tuple(made), (o, final))
     names |= {name: made.whole(name, getattr(x, name)) for name in VECTORS}
     if x.beta is None:
-        x, names["beta"] = x._replace(beta=_new(made, "ones", (p.B, p.T, p.HV), p.dtype, 1.0)), "ones"
-    for name, t in zip(x._fields, x, strict=True):
-        if t is not None and _spans(t) >= LIMIT and names[name] == name:
-            names[name], x = (
-                made.without_gaps(name, t),
-                x._replace(**{name: Layout(t.shape, contiguous(t.shape), t.dtype)}),
-            )
-    has = None if initial is not None else _new(made, "none has one", (p.N,), torch.bool, 0.0)
+        x = x._replace(beta=laid_out((p.B, p.T, p.HV), p.dtype))
+        names["beta"] = made.like("ones", x.beta, 1.0)
+    for name in ("q", "k", "v", "g", "beta"):
+        t = getattr(x, name)
+        if not t.whole and _spans(t) >= LIMIT:
+            names[name], x = made.without_gaps(name, t), x._replace(**{name: laid_out(t.shape, t.dtype)})
+    has = None if initial is not None else made.new("none has one", (p.N,), torch.bool, 0.0)
     if initial is not None and (initial.dtype != torch.float32 or not initial.whole):
-        copied = _new(made, "initial states", initial.shape, torch.float32, "initial_state")
-        x, names["initial_state"] = x._replace(initial_state=copied), "initial states"
-    s = Slots(Layout(p.state_shape, contiguous(p.state_shape), torch.float32), None, has_initial_state=has)
-    names |= names_of(s) | {"o": o, "state_pool": final, "has_initial_state": has and "none has one"}
+        names["initial_state"] = made.new("initial states", initial.shape, torch.float32, "initial_state")
+        x = x._replace(initial_state=laid_out(initial.shape, torch.float32))
+    s = Slots(laid_out(p.state_shape, torch.float32), None, has_initial_state=has and laid_out((p.N,), torch.bool))
+    names |= names_of(s) | {"o": o, "state_pool": final, "has_initial_state": has}
     p = p._replace(pools=Pools(dtype=torch.float32))
     return Plan(tuple(decode_steps(p, chip, x, s, names, decode_tiles(p, chip, every))), tuple(made), (o, final))
-
-
-def _new(made: Making, name: str, shape: Sequence[int], dtype: torch.dtype, filled: str | float) -> Layout:
-    made.new(name, shape, dtype, filled)
-    return Layout(tuple(shape), contiguous(shape), dtype)
 
 
 def _spans(t: Layout) -> int:
