@@ -75,10 +75,9 @@ def test_compile_keys_have_what_kernels_are_compiled_for():
         "kind": ("forward",), "device": p.device, "H": 2, "HV": 4, "K": 16, "V": 32, "gate": "channel",
         "erase": "decayed", "packed": True, "l2norm": True, "raw_gate": False, "raw_beta": False, "bounded": True,
         "reflects": True, "state_v_first": False, "batch_invariant": False, "taps": 4, "window": 3, "rolling": False,
-        "activation": "silu", "alone": False,
+        "activation": "silu",
     }  # fmt: skip
     assert flags_of(p, ("forward",))._asdict() == want
-    assert flags_of(p._replace(packed=False), ("decode",)).alone
     assert flags_of(p._replace(gate=Gate("channel")), ("forward",)).bounded is False
     assert flags_of(p._replace(most_beta=1.0), ("forward",)).reflects is False
     assert Flags._fields[0] == "kind"
