@@ -71,9 +71,9 @@ def plan_convolve_backward(p: ConvolutionProblem, chip: Chip, x: Convolved, afte
     if zero is not None:
         return Plan((), tuple(made), results)
     of_x, x_strides = _unit(made, "x", x.x)
-    dy, dy_strides = made.like("zeros", x.x, 0.0), contiguous(x.x.shape)
-    if after.dy is not None:
-        made.pop()
+    if after.dy is None:
+        dy, dy_strides = made.like("zeros", x.x, 0.0), contiguous(x.x.shape)
+    else:
         dy, dy_strides = _unit(made, "dy", after.dy)
     rows = p.W + (x.bias is not None)
     shape = count_pieces(p, cut_of("convolve_backward", p, chip, x.x.dtype).BT), rows, p.D
