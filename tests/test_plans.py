@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 from flash_delta.compiler.offline import offline
 from flash_delta.kernels.runtime import run as runner
 from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.kernels.runtime.forbid import PlannedCall, difference_of
 from flash_delta.kernels.runtime.plan import (
     Layout,
     Making,
@@ -223,3 +224,18 @@ def test_tokens_that_lie_far_apart_are_copied_for_a_recurrent_op():
     }  # fmt: skip
     (step,) = plan.steps
     assert step.arguments[:9] == ("q without gaps", "k", "v", "g", "ones", None, None, "initial states", "states")
+
+
+def test_a_refused_call_is_told_by_its_sizes_if_nothing_else_differs():
+    """Decoding one token is compiled separately, with strides of the same kinds."""
+    problem = NormProblem("a test", 16, torch.float32, torch.device("cuda", 0), None, 1e-6)
+
+    def call(*shape):
+        return PlannedCall(problem, plan_norm, (Normalized(laid_out(shape, torch.float32), None),))
+
+    known = [call(4, 1, 16), call(4, 16)._replace(planner=plan_norm_backward)]
+    was = "x has shape [4, 2, 16] and strides [32, 16, 1], compiled was [4, 1, 16] and [16, 16, 1]"
+    assert difference_of(call(4, 2, 16), known) == was
+    assert difference_of(call(4, 2, 16), known[1:]) == "nothing of its kind was compiled before"
+    other = call(4, 2, 16)._replace(problem=problem._replace(D=32))
+    assert difference_of(other, known) == "D is 32, compiled was 16"

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton import knobs
 
-from flash_delta.kernels.runtime.compile_key import Key
+from flash_delta.kernels.runtime.compile_key import Key, TensorLayout
+from flash_delta.kernels.runtime.plan import Layout
 from flash_delta.problem import PACKAGE, Compiled, ElementwiseProblem, GateProblem, Pools, Problem, marked
 
 
@@ -46,16 +47,23 @@ def _unlike(new: Key, old: Key, tensors: dict[str, Tensor | None]) -> Iterator[s
         if a != b:
             yield f"{name} is {a}, compiled was {b}"
     for (name, t), a, b in zip(tensors.items(), new[1], old[1], strict=True):
-        if a is None or b is None:
-            if a is not b:
-                yield f"{name} is {'None' if a is None else 'given'}"
-            continue
-        if a.dtype != b.dtype:
-            yield f"{name} is {a.dtype}, compiled was {b.dtype}"
-        if a.aligned != b.aligned:
-            yield f"{name} starts at {'a' if a.aligned else 'no'} multiple of 16 bytes"
-        if a.strides != b.strides:
-            yield f"{name} has strides {list(t.stride())}, for which other code is compiled"
+        yield from _unlike_tensors(name, a, b, t)
+
+
+def _unlike_tensors(
+    name: str, a: TensorLayout | None, b: TensorLayout | None, t: Tensor | Layout | None
+) -> Iterator[str]:  # fmt: skip
+    """What distinguishes two tensors, in what kernels are compiled for. ``t``: the first one."""
+    if a is None or b is None:
+        if a is not b:
+            yield f"{name} is {'None' if a is None else 'given'}"
+        return
+    if a.dtype != b.dtype:
+        yield f"{name} is {a.dtype}, compiled was {b.dtype}"
+    if a.aligned != b.aligned:
+        yield f"{name} starts at {'a' if a.aligned else 'no'} multiple of 16 bytes"
+    if a.strides != b.strides:
+        yield f"{name} has strides {list(t.stride())}, for which other code is compiled"
 
 
 class PlannedCall(NamedTuple):
@@ -67,9 +75,13 @@ class PlannedCall(NamedTuple):
 
 
 def difference_of(new: PlannedCall, known: Iterable[PlannedCall]) -> str:
-    """What distinguishes a planned call from the most similar ``known`` one."""
-    unlike = [list(_unlike_calls(new, call)) for call in known if call.planner is new.planner]
-    return ", ".join(min(unlike, key=len)) if unlike else "nothing of its kind was compiled before"
+    """What distinguishes a planned call from the most similar ``known`` one. If nothing else does, it is sizes: a step
+    may be compiled for one token, or for the strides of a state."""
+    calls = [call for call in known if call.planner is new.planner]
+    if not calls:
+        return "nothing of its kind was compiled before"
+    nearest = min(calls, key=lambda call: len(list(_unlike_calls(new, call))))
+    return ", ".join(_unlike_calls(new, nearest)) or ", ".join(_unlike_sizes(new, nearest))
 
 
 def _facts(p: Problem | ElementwiseProblem) -> dict[str, Any]:
@@ -87,15 +99,24 @@ def _unlike_calls(new: PlannedCall, old: PlannedCall) -> Iterator[str]:
     for name, value in _facts(new.problem).items():
         if value != before.get(name):
             yield f"{name} is {value}, compiled was {before.get(name)}"
+    for name, a, b in _pairs(new, old):
+        yield from _unlike_tensors(name, _compiled_for(a), _compiled_for(b), a)
+
+
+def _unlike_sizes(new: PlannedCall, old: PlannedCall) -> Iterator[str]:
+    for name, a, b in _pairs(new, old):
+        if a is not None and (a.shape, a.strides) != (b.shape, b.strides):
+            was = f"{list(b.shape)} and {list(b.strides)}"
+            yield f"{name} has shape {list(a.shape)} and strides {list(a.strides)}, compiled was {was}"
+
+
+def _pairs(new: PlannedCall, old: PlannedCall) -> Iterator[tuple[str, Layout | None, Layout | None]]:
     for group, before in zip(new.layouts, old.layouts, strict=True):
-        for name, a, b in zip(group._fields, group, before, strict=True):
-            if a is None or b is None:
-                if a is not b:
-                    yield f"{name} is {'None' if a is None else 'given'}"
-                continue
-            if a.dtype != b.dtype:
-                yield f"{name} is {a.dtype}, compiled was {b.dtype}"
-            if (a.offset == 0) != (b.offset == 0):
-                yield f"{name} starts at {'no' if a.offset else 'a'} multiple of 16 bytes"
-            if [(s % 16 == 0, s == 1) for s in a.strides] != [(s % 16 == 0, s == 1) for s in b.strides]:
-                yield f"{name} has strides {list(a.strides)}, for which other code is compiled"
+        yield from zip(group._fields, group, before, strict=True)
+
+
+def _compiled_for(t: Layout | None) -> TensorLayout | None:
+    """What Triton compiles for."""
+    if t is None:
+        return None
+    return TensorLayout(t.dtype, t.offset == 0, tuple([(s % 16 == 0, s == 1, s < 2**31) for s in t.strides]))

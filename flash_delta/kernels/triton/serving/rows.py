@@ -1,4 +1,4 @@
-"""Convolution and norm around a decoding step: one launch before `decode`, and one after it.
+"""Plans of decoding and of recurrent ops, and the kernels around `decode`: convolution before it, norm after it.
 
 `convolve_rows` applies a short convolution and its SiLU to q, k and v of all tokens of all rows. A program has BD
 channels of q, of k or of v of one row, and goes from token to token. It keeps their window in registers, and writes the
