@@ -19,7 +19,7 @@ from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
 from flash_delta.kernels.hopper.scalar.segments.memory import new_maps, new_segmented_scan
 from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
 from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.kernels.triton.backend import gradients_of
+from flash_delta.kernels.triton.backward.results import gradients_of
 from flash_delta.ops import _backend, _function
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error

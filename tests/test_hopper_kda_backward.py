@@ -15,9 +15,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.channel.backward import gradients
 from flash_delta.kernels.hopper.channel.backward import run as channel_backward
+from flash_delta.kernels.hopper.plans.unplanned import CHUNKS, backward_by
 from flash_delta.kernels.runtime.workspace import DeepChunks
 from flash_delta.kernels.triton import backend as triton
-from flash_delta.kernels.triton.backward.chunks import CHUNKS
 from flash_delta.ops import _backend, _function
 from flash_delta.problem import Gate
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
@@ -61,7 +61,7 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(gradients, "chunk_back", Kernel(made.chunk_back))
         chunks = CHUNKS._replace(hands=(DeepChunks,), find=channel_backward.find_gradients)
         taken = SimpleNamespace(
-            forward=triton.forward, backward=partial(triton.backward_by, chunks), unsupported=lambda p: None,
+            forward=triton.forward, backward=partial(backward_by, chunks), unsupported=lambda p: None,
             preference=lambda p: (0, None),
         )  # fmt: skip
         monkeypatch.setattr(_function, "load_backend", lambda name: taken)

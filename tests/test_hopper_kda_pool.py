@@ -25,7 +25,6 @@ from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
-from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving.around import around_of
@@ -313,7 +312,7 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form, HV):
 
     monkeypatch.setattr(prefill, "chip_of", lambda device: Chip("sm_90", 132))
     monkeypatch.setattr(prefill, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
-    monkeypatch.setattr(triton, "remember_served", lambda *args: None)
+    monkeypatch.setattr(prefill, "remember_served", lambda *args: None)
     monkeypatch.setattr(prefill, "run", note)
     op, arguments = example(form, "kda", (HV, HV, 128, 128), 70, 72, device="meta")
     for name in ("q", "g"):

@@ -29,7 +29,6 @@ from flash_delta.kernels.hopper.scalar.segments.cut import Cut, count_starts, cu
 from flash_delta.kernels.runtime import calls
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
-from flash_delta.kernels.triton import backend as triton
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import _run
@@ -468,7 +467,7 @@ def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
 
     monkeypatch.setattr(backend, "chip_of", lambda device: Chip("sm_90", 132))
     monkeypatch.setattr(backend, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
-    monkeypatch.setattr(triton, "remember_served", lambda *args: None)
+    monkeypatch.setattr(backend, "remember_served", lambda *args: None)
     monkeypatch.setattr(backend, "run", note)
     more = {"batch_invariant": True} if "invariant" in form else {}
     op, arguments = example(form, "gdn", (4, 8, 128, 128), N, T // N, device="meta", **more)

@@ -187,7 +187,7 @@ def test_no_bit_depends_on_borders(on_cpu, monkeypatch, form, width, tile):  # n
     run_loop, cuts = test_hopper_loop.loop.run_loop, []
 
     def taped(c, o, final, rates, A, t):
-        programs = count_programs(c.p, c.shape.chip, t, c.p.N)
+        programs = count_programs(c.p, c.chip, t, c.p.N)
         tape = tapes.new_tape(c.p, programs, t.pace)
         tape.handed.fill_(float("nan"))
         run_loop(c, o, final, rates, A, t, tape=tape)

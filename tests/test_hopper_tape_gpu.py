@@ -11,12 +11,12 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 import flash_delta
 from flash_delta.kernels.hopper.plans.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.plans.tiles import WIDE
+from flash_delta.kernels.hopper.plans.unplanned import new_gradients
 from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
 from flash_delta.kernels.hopper.scalar.forward import loop
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import chip_of
-from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.problem import Gate, Inputs, Problem
 from workshop.tune.stages_hopper import call_of, make_back
 

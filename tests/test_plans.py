@@ -1,5 +1,6 @@
 """Plans as values: what they launch, on any machine, for any chip."""
 
+import math
 from contextlib import nullcontext
 from itertools import product
 
@@ -25,26 +26,33 @@ from flash_delta.kernels.runtime.plan import (
     contiguous,
     laid_out,
     layout_of,
+    layouts_of,
     row_stride,
 )
 from flash_delta.kernels.runtime.run import name_of, run
+from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved, plan_backward
 from flash_delta.kernels.triton.elementwise.convolution_plans import (
     ConvolutionGradients,
     plan_convolve,
     plan_convolve_backward,
 )
 from flash_delta.kernels.triton.elementwise.norm import NormGradient, plan_norm, plan_norm_backward
+from flash_delta.kernels.triton.forward.plan import plan_forward
 from flash_delta.kernels.triton.serving.rows import plan_step
+from flash_delta.kernels.triton.tiles import plan_back, plan_segments
 from flash_delta.problem import ConvolutionProblem, Convolved, Gate, Inputs, KnownCall, Normalized, NormProblem, Problem
 
 H200 = Chip("sm_90", 132)
 
 
-def names(plan, *groups):
+def tensors_of(step):
+    """The names of the tensors that a step reads or writes."""
+    return [a.name for a in step.arguments if isinstance(a, Layout)]
+
+
+def names(plan):
     """The names of a plan's compiled kernels."""
-    layouts = {name: t for group in groups for name, t in zip(group._fields, group, strict=True)}
-    layouts |= {m.name: m for m in plan.memory}
-    return [name_of(step, layouts) for step in plan.steps]
+    return [name_of(step) for step in plan.steps]
 
 
 def convolutions():
@@ -56,7 +64,7 @@ def convolutions():
         p = ConvolutionProblem("a test", B, T, 2048, 4, B, torch.bfloat16, torch.device("cuda", 0), False, "silu")
         forward, backward = plan_convolve(p, H200, x), plan_convolve_backward(p, H200, x, dy)
         found.append((forward.steps[0].grid[0], backward.steps[0].grid[0]))
-        compiled |= {*names(forward, x), *names(backward, x, dy)}
+        compiled |= {*names(forward), *names(backward)}
     return found, len(compiled)
 
 
@@ -73,11 +81,11 @@ def test_copies_are_memory_that_is_filled(strided):
     """An input with gaps between channels is copied in every call: no step reads the input itself."""
     x = laid_out((5, 7, 64), torch.bfloat16) if not strided else Layout((5, 7, 64), (896, 128, 2), torch.bfloat16)
     p = NormProblem("a test", 64, torch.bfloat16, torch.device("cuda", 0), None, 1e-6)
-    given, after = Normalized(x, laid_out((64,), torch.bfloat16)), NormGradient(x, None)
+    given, after = layouts_of(Normalized(x, laid_out((64,), torch.bfloat16))), layouts_of(NormGradient(x, None))
     forward, backward = plan_norm(p, H200, given), plan_norm_backward(p, H200, given, after)
-    copied = {m.name: m.filled for plan in (forward, backward) for m in plan.memory if m.filled is not None}
+    copied = {m.name: m.filled.name for plan in (forward, backward) for m in plan.memory if m.filled is not None}
     assert copied == ({"x without gaps": "x", "dy without gaps": "dy"} if strided else {})
-    used = {a for plan in (forward, backward) for step in plan.steps for a in step.arguments if isinstance(a, str)}
+    used = {name for plan in (forward, backward) for step in plan.steps for name in tensors_of(step)}
     assert used.isdisjoint({"x", "dy"}) == strided
     assert used >= set(copied)
     assert forward.workspace_bytes == 4608 * strided  # 5 * 7 * 64 numbers, in units of 256 bytes
@@ -118,8 +126,8 @@ def keys_and_names():
         for call in calls_of_example():
             layouts = {name: None if call[name] is None else POINTERS[call[name]] for name in "xy"}
             numbers = call["n"], call["m"], call["stride"], call["strides"], call["real"]
-            step = Step(example, (1, 1, 1), Tile(4, 1), ("x", "y", *numbers), {"ROWS": call["ROWS"]})
-            found.append(name_of(step, layouts))
+            step = Step(example, (1, 1, 1), Tile(4, 1), (*layouts.values(), *numbers), {"ROWS": call["ROWS"]})
+            found.append(name_of(step))
             example.device_caches.clear()
             pointers = (None if t is None else Same(t) for t in layouts.values())
             example.warmup(*pointers, *numbers, ROWS=call["ROWS"], grid=(1,))
@@ -156,15 +164,16 @@ def test_axes_are_one_where_pytorch_can_view_them_so(t):
     assert (row is None) == (rows is None)
     assert rows is None or len(rows) == 1 or row == rows.stride(0)
     made = Making()
-    name, strides = made.rows("t", layout_of(t), 1)
-    copied = [Memory("t without gaps", tuple(t.shape), t.dtype, "t")]
-    assert (name, strides, made) == (("t", (row, 1), []) if row is not None else (copied[0].name, (4, 1), copied))
+    given = layout_of(t, "t")
+    copied = Memory(tuple(t.shape), contiguous(t.shape), t.dtype, name="t without gaps", filled=given)
+    found, strides = made.rows(given, 1)
+    assert (found, strides, made) == ((given, (row, 1), []) if row is not None else (copied, (4, 1), [copied]))
 
 
 def test_a_name_means_one_tensor():
     problem = NormProblem("a test", 8, torch.float32, torch.device("cpu"), None, 1e-6)
     x = Normalized(torch.zeros(2, 8), torch.zeros(8))
-    again = Plan((), (Memory("x", (8,), torch.float32),), ())
+    again = Plan((), (Memory((8,), (1,), torch.float32, name="x"),), ())
     with pytest.raises(ValueError, match="plan: expected a different name for each tensor, got x, weight, gate, x"):
         run(lambda p, chip, x: again, problem, x)
 
@@ -176,14 +185,14 @@ def on_a_gpu(monkeypatch):
 
     def launch(by_triton, device, groups):
         named = {name: t for group in groups for name, t in zip(group._fields, group, strict=True)}
-        launched.append([named.get(a) for step in by_triton.plan.steps for a in step.arguments if isinstance(a, str)])
+        launched.append([named.get(name) for step in by_triton.plan.steps for name in tensors_of(step)])
         return launched[-1]
 
     monkeypatch.setattr(runner, "on", lambda device: nullcontext())
     monkeypatch.setattr(runner, "several_devices", lambda: False)
     monkeypatch.setattr(runner, "chip_of", lambda device: H200)
     monkeypatch.setattr(runner, "is_direct", lambda device: False)
-    monkeypatch.setattr(runner, "name_of", lambda step, layouts: (step.kernel.__name__,))
+    monkeypatch.setattr(runner, "name_of", lambda step: (step.kernel.__name__,))
     monkeypatch.setattr(runner, "compile_all", dict.fromkeys)
     monkeypatch.setattr(runner, "compiled", {})
     monkeypatch.setattr(runner.ByTriton, "__call__", launch)
@@ -214,16 +223,17 @@ def test_tokens_that_lie_far_apart_are_copied_for_a_recurrent_op():
     N, gate = 2**17, Gate("scalar", False)
     p = Problem("a test", N, 1, 1, 1, 128, 128, N, torch.float32, torch.device("cuda", 0), gate, "decayed", 1.0)
     p, tokens, gates = p._replace(recurrent=True), laid_out((N, 1, 1, 128), p.dtype), laid_out((N, 1, 1), p.dtype)
-    x = Inputs(tokens, tokens, tokens, gates, gates, initial_state=laid_out(p.state_shape, p.dtype))
+    x = layouts_of(Inputs(tokens, tokens, tokens, gates, gates, initial_state=laid_out(p.state_shape, p.dtype)))
     assert [m.name for m in plan_step(p, H200, x).memory] == ["o", "states"]
     far = Layout(x.q.shape, (2**15, 128, 128, 1), torch.float32)
     gaps = Layout(p.state_shape, (2 * 128 * 128, 128 * 128, 128, 1), torch.float32)
-    plan = plan_step(p, H200, x._replace(q=far, initial_state=gaps, beta=None))
+    x = layouts_of(x._replace(q=far, initial_state=gaps, beta=None))
+    plan = plan_step(p, H200, x)
     assert {m.name: m.filled for m in plan.memory if m.filled is not None} == {
-        "ones": 1.0, "q without gaps": "q", "initial states": "initial_state",
+        "ones": 1.0, "q without gaps": x.q, "initial states": x.initial_state,
     }  # fmt: skip
     (step,) = plan.steps
-    assert step.arguments[:9] == ("q without gaps", "k", "v", "g", "ones", None, None, "initial states", "states")
+    assert tensors_of(step)[:7] == ["q without gaps", "k", "v", "g", "ones", "initial states", "states"]
 
 
 def test_a_refused_call_is_told_by_its_sizes_if_nothing_else_differs():
@@ -239,3 +249,66 @@ def test_a_refused_call_is_told_by_its_sizes_if_nothing_else_differs():
     assert difference_of(call(4, 2, 16), known[1:]) == "nothing of its kind was compiled before"
     other = call(4, 2, 16)._replace(problem=problem._replace(D=32))
     assert difference_of(other, known) == "D is 32, compiled was 16"
+
+
+def packed(kind, count, long, training, K=16):
+    """A problem of ``count`` packed sequences, of which the last has ``long`` tokens, and the layouts of its inputs."""
+    T, gate = count - 1 + long, Gate(kind, False)
+    tokens = laid_out((1, T, 1, K), torch.bfloat16)
+    g, beta = laid_out((1, T, 1, *(K,) * (kind == "channel")), torch.bfloat16), laid_out((1, T, 1), torch.bfloat16)
+    p = Problem("a test", 1, T, 1, 1, K, K, count, torch.bfloat16, torch.device("cuda", 0), gate, "decayed", 1.0)
+    p = p._replace(packed=True, lengths=(1,) * (count - 1) + (long,), needs_grad=training)
+    return p, layouts_of(Inputs(tokens, tokens, tokens, g, beta, cu_seqlens=laid_out((count + 1,), torch.int32)))
+
+
+def planned(p, x):
+    """The plans of its forward and backward pass."""
+    forward = plan_forward(p, H200, x, choice=plan_segments(p, H200))
+    saved, gradient = forward.results[2], layouts_of(OutputGradients(x.v, None))
+    if saved is None:
+        return forward, None
+    return forward, plan_backward(p, H200, x, gradient, layouts_of(Saved(saved)), choice=plan_back(p, H200))
+
+
+@pytest.mark.parametrize(("kind", "count", "training", "longest"), [
+    ("scalar", 65_534, False, 65_535), ("scalar", 32_767, True, 65_534), ("channel", 32_767, True, 65_534),
+])  # fmt: skip
+@pytest.mark.parametrize("long", [1, 2**17])
+def test_grids_have_room_for_all_sequences(kind, count, training, longest, long):
+    """A grid has room for as many as the backend takes, also if one of them is long enough to be split."""
+    plans = planned(*packed(kind, count, long, training))
+    steps = [step for plan in plans if plan is not None for step in plan.steps]
+    assert max(max(step.grid[1:]) for step in steps) == longest
+
+
+def test_plans_of_one_choice_do_not_know_lengths():
+    """So a known call with other lengths launches as before, if these choose the same."""
+    (p, x), chosen = packed("scalar", 4, 2**17, True), []
+    for lengths in (p.lengths, (2, 3, 5, sum(p.lengths) - 10)):
+        other = p._replace(lengths=lengths)
+        chosen.append((plan_segments(other, H200), plan_back(other, H200), planned(other, x)))
+    assert chosen[0] == chosen[1]
+    assert None not in chosen[0]
+    whole = plan_forward(p._replace(lengths=(2**15,) * 4), H200, x)
+    assert whole.steps != chosen[0][2][0].steps
+
+
+def test_what_is_saved_is_one_tensor():
+    """The backward pass reads parts of it, and makes memory for the rest."""
+    p, x = packed("scalar", 2, 64, True)
+    forward, backward = planned(p, x)
+    kept, backward_kept = planned(p._replace(disable_recompute=True), x)
+    parts = [[a.start for s in plan.steps for a in s.arguments if isinstance(a, Layout) and a.name == "saved"]
+             for plan in (forward, backward, kept, backward_kept)]  # fmt: skip
+    assert [len(set(starts)) for starts in parts] == [2, 2, 8, 8]  # A and vectors; besides X, Y, rates, states, R, U
+    assert None not in set().union(*parts)
+    assert {m.name.split(".")[0] for m in backward_kept.memory} == {
+        *(f"d{name}" for name in ("q", "k", "v", "g", "beta")), "StateGradients", "Scores",
+    }  # fmt: skip
+    size = sum(m.nbytes for m in forward.memory if m.name == "saved")
+    assert size == max(
+        a.start + math.prod(a.shape) * a.dtype.itemsize
+        for s in forward.steps
+        for a in s.arguments
+        if isinstance(a, Layout) and a.name == "saved"
+    )

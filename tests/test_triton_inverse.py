@@ -72,7 +72,7 @@ def test_one_key_again_and_again_shrinks_a_state(dtype):
     x = Inputs(k, k, v, None, b)
     kernels = Kernels(describe(x, gate="none"), x)
     kernels.solve()
-    A = kernels.solved.A[0]
+    A = kernels.launch(kernels.solved)["A"][0]
     assert A.dtype == torch.float16
     factor = 1 - (A.double() * strengths.double()[:, None, None]).sum((1, 2))
     assert (factor - (1 - strengths.double()) ** 64).abs().max() < 0.06

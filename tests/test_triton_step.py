@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import flash_delta
 from flash_delta.kernels.runtime.chip import Chip
-from flash_delta.kernels.runtime.plan import layout_of
+from flash_delta.kernels.runtime.plan import layouts_of
 from flash_delta.kernels.triton.serving.rows import plan_step
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, allowed, make_inputs, relative_error
@@ -116,6 +116,6 @@ def test_a_packed_token_counts_by_its_own_stride():
         q = torch.empty_strided(x["q"].shape, (4096, token, 16, 1), device=DEVICE).copy_(x["q"])
         call = x | {"q": q}
         assert torch.equal(op(**call, backend="triton")[0], want)
-        layouts = Inputs._make(map(layout_of, Inputs(**call)))
+        layouts = layouts_of(Inputs(**call))
         steps += plan_step(flash_delta.explain(op, **call).problem, Chip("sm_90", 132), layouts).steps
     assert steps[0].arguments != steps[1].arguments

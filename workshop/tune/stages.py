@@ -3,16 +3,17 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import count_slots
-from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Chip, Tile, takes_tma
+from flash_delta.kernels.runtime.run import run
 from flash_delta.kernels.runtime.workspace import Factors, Solved
-from flash_delta.kernels.triton.serving.decode import run_decode
+from flash_delta.kernels.triton.serving.rows import plan_decode
 from flash_delta.problem import Around, Inputs, Pools, Problem, Slots
 from flash_delta.reference import backend, chunked, stages
 from flash_delta.reference.tokens import TokenReader
@@ -31,32 +32,46 @@ def make(
     kernels = Kernels(describe(x), x)
     kernels.solve()
     kernels.factor()
-    made = kernels.factors._asdict() | {"A": kernels.solved.A, "vectors": kernels.solved.vectors}
+    made = kernels.launch(kernels.solved, kernels.factors)
     return made | {name: t for name, t in x._asdict().items() if t is not None}
+
+
+class Made(NamedTuple):
+    """The outputs of `solve` and `factor`."""
+
+    A: Tensor
+    vectors: Tensor
+    X: Tensor
+    Y: Tensor
+    rates: Tensor
 
 
 def kernels_on(made: Tensors, factored: bool = True) -> Kernels:
     """Kernels that read what was made and write elsewhere."""
     x = Inputs(*(made[name] for name in ("q", "k", "v", "g", "beta")))
-    kernels = Kernels(describe(x), x)
-    kernels.solved = Solved(made["A"], made["vectors"], None)
+    kernels = Kernels(describe(x), x, Made(*(made[name] for name in Made._fields)))
+    (given,) = kernels.more
+    kernels.solved = Solved(given.A, given.vectors, None)
     if factored:
-        kernels.factors = Factors(made["X"], made["Y"], made["rates"])
+        kernels.factors = Factors(given.X, given.Y, given.rates)
     return kernels
 
 
 def tune_factor(made: Tensors, t: Tile) -> Tensors:
     kernels = kernels_on(made, factored=False)
     kernels.factor(t)
-    return kernels.factors._asdict()
+    return kernels.launch(kernels.factors)
 
 
 def tune_scan(made: Tensors, t: Tile) -> Tensors:
-    return kernels_on(made).scan(False, t)
+    kernels = kernels_on(made)
+    return kernels.launch(kernels.scan(False, t))
 
 
 def tune_scan_backward(made: Tensors, t: Tile) -> Tensors:
-    return kernels_on(made).scan_backward(True, t)
+    kernels = kernels_on(made)
+    kernels.scan_backward(True, t)
+    return kernels.launch(kernels.chain, kernels.residual)
 
 
 def truth(made: Tensors) -> Tensors:
@@ -120,8 +135,7 @@ def decoding(made: Tensors, v_first: bool) -> tuple[Problem, Inputs, Slots]:
 
 def tune_decode(made: Tensors, t: Tile, v_first: bool) -> Tensors:
     p, x, s = decoding(made, v_first)
-    o = torch.empty_like(x.v)
-    run_decode(make_call(p, x, ("launches",), *s)._replace(direct=False), o, t)
+    (o,) = run(partial(plan_decode, choice=t), p, x, s, Around())
     return {"o": o, "pool": s.state_pool}
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.plans.tiles import SCAN_GRADIENTS, ChannelTile
+from flash_delta.kernels.hopper.plans.unplanned import new_gradients
 from flash_delta.kernels.hopper.scalar.backward.run import prepare_back
 from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import backend
 from workshop.gate.cases.rule import Tensors, describe

@@ -44,6 +44,7 @@ from flash_delta.kernels.hopper.plans.padding import (
 )
 from flash_delta.kernels.hopper.plans.splits import loop_tile, loop_tiles, split_endless, split_length
 from flash_delta.kernels.hopper.plans.tape import Tape, new_loop_tape
+from flash_delta.kernels.hopper.plans.unplanned import for_backward, name_back, with_contiguous_vectors
 from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
 from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
 from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
@@ -52,10 +53,9 @@ from flash_delta.kernels.hopper.scalar.listed import lists, new_listed_scan, run
 from flash_delta.kernels.hopper.scalar.segments.cut import cut_prompts
 from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan, new_maps, new_segmented_scan
 from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
-from flash_delta.kernels.runtime.arguments import every
-from flash_delta.kernels.runtime.calls import Call, make_call, on
+from flash_delta.kernels.runtime.calls import Call, make_call, on, opened
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, chip_of
-from flash_delta.kernels.runtime.launch import Kernels, again, remember, run
+from flash_delta.kernels.runtime.launch import Kernels, again, output_of, remember, remember_served, run
 from flash_delta.kernels.runtime.workspace import Workspace
 from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.backward.results import gradients_of
@@ -163,7 +163,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     if made is not None:
         return Outputs(*made[:2], made[2:3], planned=made[3:])
     wide = padded(p)
-    given, x = x, as_taken(x) if wide is p else triton.with_contiguous_vectors(x)
+    given, x = x, as_taken(x) if wide is p else with_contiguous_vectors(x)
     o, final = _new_outputs(p)
     saved = _for_backward(wide) if p.needs_grad else None
     kept = () if saved is None else (saved.buffer,)
@@ -207,12 +207,12 @@ def _prepare(
 
     def kernels(given: Call) -> None:
         c = run_widen(given, copies)
-        w, r = _every_scan(wide, chip) if every(c) else (segmented, rates)
-        launched = loop_tiles(wide.K, trace is not None) if every(c) else (tile,)
+        w, r = _every_scan(wide, chip) if c.every else (segmented, rates)
+        launched = loop_tiles(wide.K, trace is not None) if c.every else (tile,)
         parts = [] if saved is None else c.parts(saved)
         if w is not None or not makes:
             run_rates(c, o_wide, r, parts[0] if parts else None)
-        if w is None or (every(c) and wide.K != WHOLE):
+        if w is None or (c.every and wide.K != WHOLE):
             run_loop(c, o_wide, final_wide, None if makes else r, A, *launched, trace=trace, tape=tape)
         if w is not None:
             run_segmented_scan(c, o_wide, final_wide, r, w, trace)
@@ -276,7 +276,7 @@ def backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Inputs:
     """Gradients of every input. ``saved``: what ``forward`` has saved. Without it ``triton`` computes all again."""
-    name = triton.name_back(p, x, saved, do, dfinal)
+    name = name_back(p, x, saved, do, dfinal)
     made = again(known, name, x, (do, dfinal), saved)
     if made is not None:
         return gradients_of(x, made)
@@ -284,10 +284,8 @@ def backward(
         return channel.backward(p, x, saved, do, dfinal, known)
     if not saved or p.N * p.T == 0 or scalar_backward.unsupported(p) is not None:
         return triton.backward(p, x, (), do, dfinal, known)
-    if pads(p):  # copies can be made of any layout
-        given = triton.with_contiguous_vectors(x), do, dfinal
-    else:
-        given = as_taken(x), described(do), plain_state(dfinal)
+    # Copies with padding can be made of any layout.
+    given = (with_contiguous_vectors(x), do, dfinal) if pads(p) else (as_taken(x), described(do), plain_state(dfinal))
     if not all(map(is_, given, (x, do, dfinal))):
         d = backward(p, given[0], saved, *given[1:], known)
         return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
@@ -302,26 +300,26 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
     check_states(p.op)
     if p.gate.kind == "channel":
         return channel_prefill.prefill(p, x, s, around, known)
-    o = triton.output_of(p, s)
+    o = output_of(p, s)
     w, convolved = new_listed_scan(p, chip_of(p.device)), new_convolved(p)
 
     def kernels(c: Call) -> None:
-        rule = run_before(c, convolved)
-        slots = Slots(*rule.more)
+        slots, nearby = opened(c)
+        rule = run_before(c, slots, nearby, convolved)
         if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=True)
         run_listed_scan(rule, o, w, slots, slots.state_pool)
         if not p.batch_invariant:
-            run_decode(rule, o)
+            run_decode(rule, slots, o)
         if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=False)
-        run_after(c, o)
+        run_after(c, slots, nearby, o)
 
     with on(p.device):
         given = x if p.pools.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
-        call = make_call(p, triton.with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
+        call = make_call(p, with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(*w.memory, *convolved))
-    triton.remember_served(call, x, known, PREFILL)
+    remember_served(call, x, known, PREFILL)
     return o
 
 
@@ -329,7 +327,7 @@ def _for_backward(p: Problem) -> Workspace | None:
     """The workspace of what the forward pass saves. It is None if ``triton`` runs the backward pass. That pass computes
     everything again, since it keeps A in another form."""
     if p.gate.kind == "channel":
-        return triton.for_backward(p)
+        return for_backward(p)
     return None if scalar_backward.unsupported(p) else scalar_backward.for_backward(p)
 
 

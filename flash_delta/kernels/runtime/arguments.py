@@ -11,16 +11,24 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Chip, Tile, next_power_of_2, overlaps, precision
-from flash_delta.kernels.runtime.launch import LaunchPlan, launch
-from flash_delta.kernels.runtime.plan import Layout, Step
-from flash_delta.problem import SHORT, Problem, Slots
+from flash_delta.kernels.runtime.launch import launch
+from flash_delta.kernels.runtime.plan import EVERY, Draft, Layout, Making, Step, offset_of
+from flash_delta.problem import SHORT, Inputs, Problem, Slots
 
 LONG = 2**30  # in tokens, more than any sequence has
 NO_TILE = Tile(4, 1)  # for hand-written kernels, which take no number from a tile
 
 
+def draft_of(p: Problem, chip: Chip, x: Inputs, choice: Any = None, made: Making | None = None) -> Draft:
+    """A draft without steps. ``x``: layouts. Parameters per head and bounds are contiguous in it, as they nearly always
+    are: kernels take no strides of these."""
+    made = Making() if made is None else made
+    x = x._replace(A_log=made.whole(x.A_log), dt_bias=made.whole(x.dt_bias), cu_seqlens=made.whole(x.cu_seqlens))
+    return Draft(p, x, chip, choice is EVERY, _of_problem(p, chip, x), made, [])
+
+
 def launch_rule(
-    c: Call,
+    c: Call | Draft,
     kernel: Any,
     pointers: tuple[Any, ...],
     grid: tuple[int, int, int],
@@ -31,8 +39,9 @@ def launch_rule(
     **own: Any,
 ) -> None:
     """Launches a kernel with the problem's constants that it has parameters for. ``own``: constants of this launch."""
-    used = constants_of(c, kernel, (*pointers, *scalars), t, **own)
-    launch(c, kernel, pointers, LaunchPlan(grid, t, scalars, used, follows and overlaps(c.p, c.shape.chip), contracts))
+    arguments = *pointers, *scalars
+    used = constants_of(c, kernel, arguments, t, **own)
+    launch(c, Step(kernel, grid, t, arguments, used, follows and overlaps(c.p, c.chip), contracts))
 
 
 def state_unit(p: Problem) -> float:
@@ -46,29 +55,26 @@ def state_unit(p: Problem) -> float:
 _constants: dict[tuple, dict[str, Any]] = {}  # it grows to the number of compiled kernels
 
 
-def constants_of(c: Call, kernel: Any, values: Sequence[Any], t: Tile = NO_TILE, **own: Any) -> dict[str, Any]:
+def constants_of(c: Call | Draft, kernel: Any, values: Sequence[Any], t: Tile = NO_TILE, **own: Any) -> dict[str, Any]:
     """The constants of a kernel, by name: its parameters after those that take ``values``. ``own`` come from the
     launcher, the others from the problem and the tile ``t``."""
-    given = id(kernel), c.shape.key, c.shape.chip, t, *own.values()
+    if isinstance(c, Draft):
+        return _used(kernel, values, c.constants | {"BV": columns(c.p, t)} | own)
+    given = id(kernel), c.shape.key, c.chip, t, *own.values()
     if given not in _constants:
-        known = _of_problem(c.p, c.shape.chip, c.x, t) | own
-        _constants[given] = {name: known[name] for name in kernel.arg_names[len(values) :] if name in known}
+        known = _of_problem(c.p, c.chip, c.x) | {"BV": columns(c.p, t)} | own
+        _constants[given] = _used(kernel, values, known)
     return _constants[given]
 
 
-def step_of(
-    p: Problem, chip: Chip, x: Any, kernel: Any, pointers: tuple[str | None, ...], grid: tuple[int, int, int], t: Tile,
-    *scalars: Any, follows: bool = False, contracts: bool = True, **own: Any,
-) -> Step:  # fmt: skip
-    """The step of a kernel, with the constants that `launch_rule` takes. ``x``: inputs, or their layouts."""
-    known, arguments = _of_problem(p, chip, x, t) | own, (*pointers, *scalars)
-    used = {name: known[name] for name in kernel.arg_names[len(arguments) :] if name in known}
-    return Step(kernel, grid, t, arguments, used, follows and overlaps(p, chip), contracts)
+def _used(kernel: Any, values: Sequence[Any], known: dict[str, Any]) -> dict[str, Any]:
+    """The constants that the kernel has parameters for, after those that take ``values``."""
+    return {name: known[name] for name in kernel.arg_names[len(values) :] if name in known}
 
 
-def _of_problem(p: Problem, chip: Chip, x: Any, t: Tile) -> dict[str, Any]:
+def _of_problem(p: Problem, chip: Chip, x: Inputs) -> dict[str, Any]:
     return {
-        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "BV": columns(p, t), "C": C, "PACKED": p.packed,
+        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "C": C, "PACKED": p.packed,
         "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
         "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, chip),
         "OVERLAP": overlaps(p, chip), "SHORT": short(p), "WIDTH": p.K, "V_FIRST": p.state_v_first,
@@ -83,11 +89,6 @@ def short(p: Problem) -> int:
     return LONG if p.recurrent else SHORT
 
 
-def every(c: Call) -> bool:
-    """Whether launchers now list what to compile: all tiles that other sizes may choose."""
-    return c.compiling is not None
-
-
 def columns(p: Problem, t: Tile) -> int:
     """The number of value columns of a tile."""
     return min(t.BV, block(p.V))
@@ -98,28 +99,31 @@ def block(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
-def strides(t: Tensor) -> tuple[Any, ...]:
+UNITS = {unit: tl.constexpr(unit) for unit in (1, 2, 4, 8, 16)}
+
+
+def strides(t: Tensor | Layout) -> tuple[Any, ...]:
     """Strides of (batch, token, head, channel), and the `unit` of the first three.
 
     The unit decides how wide loads are. With usual heads it is 16 for every T. It causes no more compilations than
     strides do, since Triton compiles for their remainders by 16.
     """
-    return *t.stride(), tl.constexpr(unit(t))
+    return *t.stride(), UNITS[unit(t)]
 
 
-def unit(t: Tensor) -> int:
+def unit(t: Tensor | Layout) -> int:
     """The largest power of 2, up to 16, that divides the strides of batch, token and head. It is 1 if channels have
     gaps, or if the address is no multiple of 16 bytes."""
     *rows, channel = t.stride()
-    return gcd(*rows, 16) if channel == 1 and t.data_ptr() % 16 == 0 else 1
+    return gcd(*rows, 16) if channel == 1 and offset_of(t) == 0 else 1
 
 
-def batch(t: Tensor | None) -> int:
+def batch(t: Tensor | Layout | None) -> int:
     """The batch stride of g or beta. Kernels are not specialised for it: it depends on T, and no length may compile."""
     return 0 if t is None else t.stride(0)
 
 
-def tokens(t: Tensor | None) -> tuple[int, ...]:
+def tokens(t: Tensor | Layout | None) -> tuple[int, ...]:
     """The other strides of g or beta: (token, head)."""
     return (0, 0) if t is None else t.stride()[1:]
 
@@ -145,16 +149,16 @@ def count_checkpoints(s: Slots) -> int:
     return s.checkpoint_indices.shape[1] if s.checkpoint_offsets is None else 1
 
 
-def checkpoint_table(indices: Tensor | None, offsets: Tensor | None) -> tuple[int, int]:
+def checkpoint_table(indices: Tensor | Layout | None, offsets: Tensor | Layout | None) -> tuple[int, int]:
     """Strides of (row, column) of a call's checkpoints. With offsets there is only one column. The second stride is
     then that of the offsets, so kernels need no further parameter."""
     return table(indices) if offsets is None else (indices.stride(0), offsets.stride(0))
 
 
-def fits_tma(p: Problem, *tensors: Tensor) -> bool:
+def fits_tma(p: Problem, *tensors: Tensor | Layout) -> bool:
     """Whether descriptors can describe the heads of these tensors, and of the output, which has no gaps."""
     described = (
-        t.element_size() == 2 and t.stride(3) == 1 and not any(s % 8 for s in t.stride()[:3]) and t.data_ptr() % 16 == 0
+        t.dtype.itemsize == 2 and t.stride(3) == 1 and not any(s % 8 for s in t.stride()[:3]) and offset_of(t) == 0
         for t in tensors
     )
     return p.K % 8 == 0 and p.V % 8 == 0 and all(described)

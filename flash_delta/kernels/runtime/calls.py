@@ -12,8 +12,9 @@ from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.chip import Chip, chip_of
 from flash_delta.kernels.runtime.compile_key import flags_of, key_of, laid_out
 from flash_delta.kernels.runtime.cuda_driver import BoundStep, Replay
+from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.runtime.workspace import Workspace
-from flash_delta.problem import Inputs, KnownCall, Problem
+from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 
 MOST = 64  # launches that a known call keeps: one for each plan of segments and each layout of a gradient
 
@@ -41,6 +42,19 @@ class Call(NamedTuple):
     steps: list[BoundStep] | None = None  # if given, launchers note their launches here
 
     @property
+    def chip(self) -> Chip:
+        return self.shape.chip
+
+    @property
+    def made(self) -> None:
+        """Stands for `Draft.made`. A call that is not planned makes its memory before it launches."""
+
+    @property
+    def every(self) -> bool:
+        """Whether launchers now list what to compile: all that calls of any size may launch."""
+        return self.compiling is not None
+
+    @property
     def keys(self) -> Tensor:
         """The keys that erase."""
         return self.x.k if self.x.p is None else self.x.p
@@ -48,6 +62,9 @@ class Call(NamedTuple):
     def parts(self, *memory: Workspace) -> list[Any]:
         """All groups of tensors in the workspaces, as this call's launches take them."""
         return [group for w in memory for group in (w.addresses() if self.direct else w.views())]
+
+
+AnyCall = Call | Draft  # what launchers take: a call that is planned, or one that launches now
 
 
 def make_call(
@@ -61,6 +78,12 @@ def make_call(
         shape = Shape(key_of(flags_of(p, kind), laid_out(*x, *more)), chip_of(p.device))
     keep(known, name, shape)
     return Call(p, x, more, shape, is_direct(p.device))
+
+
+def opened(c: Call) -> tuple[Slots, Around]:
+    """The parts of ``c.more`` in a serving call. While a call is recorded, each of its tensors is an object of its own,
+    so launches take these and not the caller's."""
+    return Slots(*c.more[: len(Slots._fields)]), Around(*c.more[len(Slots._fields) :])
 
 
 def keep(known: KnownCall | None, name: Any, launches: Any) -> None:

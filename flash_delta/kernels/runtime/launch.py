@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from operator import is_
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,28 +21,16 @@ from triton.runtime._allocation import NullAllocator, _allocator
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.calls import Call, keep, profiled
-from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.compile_key import key_numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
-from flash_delta.kernels.runtime.plan import Step, resolved
+from flash_delta.kernels.runtime.plan import Draft, Step
 from flash_delta.kernels.runtime.profiling import tell
 from flash_delta.kernels.runtime.together import compile_together
 from flash_delta.kernels.runtime.turns import taking_turns
-from flash_delta.problem import Around, KnownCall, Problem, Slots, addresses
+from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots, addresses
 
 Kernels = Callable[[Call], None]
-
-
-class LaunchPlan(NamedTuple):
-    """One launch, except the tensors."""
-
-    grid: tuple[int, int, int]
-    tile: Tile
-    scalars: tuple[Any, ...]  # the parameters after the pointers
-    constants: dict[str, Any]  # the constexprs
-    follows: bool = False  # the kernel before it is of the same call and may still run (chunk.follow)
-    contracts: bool = True  # the compiler may fuse a product and a sum, with one rounding
 
 
 _compiled: dict[tuple, Any] = {}  # by `_name`
@@ -151,6 +139,23 @@ def again(
     return made
 
 
+def output_of(p: Problem, s: Slots) -> Tensor:
+    """The tensor for a serving call's output. For launches it counts as the call's own, even if given."""
+    return torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device) if s.out is None else s.out
+
+
+def remember_served(call: Call, x: Inputs, known: KnownCall | None, kind: tuple) -> None:
+    """Remembers a serving call, so that a known one only launches."""
+    remember(call, x)
+    if known is not None and call.shape.replayable:
+        known.again = partial(_served_again, kind)
+
+
+def _served_again(kind: tuple, known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor | None:
+    o = output_of(known.problem, s)
+    return o if again(known, kind, x, s, around, made=(o,)) else None
+
+
 @contextmanager
 def _explained(c: Call) -> Iterator[None]:
     """Adds to the error of a refused compilation (forbid.py) what is new in the call."""
@@ -172,27 +177,29 @@ def several_devices() -> bool:
     return torch.cuda.device_count() > 1
 
 
-def launch(c: Call, kernel: Any, pointers: tuple[Any, ...], plan: LaunchPlan) -> None:
-    """Launches a kernel. ``pointers``, the plan's scalars and its constants are the kernel's parameters, in order."""
-    values = (*pointers, *plan.scalars)
-    if c.compiling is not None:
-        compile_it = partial(kernel.warmup, *values, grid=plan.grid, **plan.constants, **options_of(plan))
-        c.compiling[_name(c, kernel, plan)] = compile_it
-    elif 0 in plan.grid:
+def launch(c: Call | Draft, step: Step) -> None:
+    """Puts a step into a plan or, in a call that is not planned, launches it. Then its arguments are tensors."""
+    if isinstance(c, Draft):
+        c.steps.append(step)
+    elif c.compiling is not None:
+        compile_it = partial(
+            step.kernel.warmup, *step.arguments, grid=step.grid, **step.constants, **options_of(step)
+        )  # fmt: skip
+        c.compiling[_name(c, step)] = compile_it
+    elif 0 in step.grid:
         return
     elif c.steps is not None:
-        compiled = compiled_as(_name(c, kernel, plan))
-        c.steps.append(make_step(compiled, plan.grid, (*values, *plan.constants.values())))
+        values = *step.arguments, *step.constants.values()
+        c.steps.append(make_step(compiled_as(_name(c, step)), step.grid, values))
     else:
-        kernel.launch_metadata = tell
-        with memory_for_descriptors() if plan.tile.tma else nullcontext():
-            kernel[plan.grid](*values, **plan.constants, **options_of(plan))
+        launch_by_triton(step, step.arguments)
 
 
-def launch_step(c: Call, step: Step, tensors: dict[str, Any]) -> None:
-    """Launches a step of a plan in a call that is not planned. ``tensors``: what its names stand for."""
-    plan = LaunchPlan(step.grid, step.tile, (), step.constants, step.follows, step.contracts)
-    launch(c, step.kernel, resolved(step.arguments, tensors), plan)
+def launch_by_triton(step: Step, arguments: tuple[Any, ...]) -> None:
+    """``arguments``: those of the step, with tensors."""
+    step.kernel.launch_metadata = tell
+    with memory_for_descriptors() if step.tile.tma else nullcontext():
+        step.kernel[step.grid](*arguments, **step.constants, **options_of(step))
 
 
 @contextmanager
@@ -213,9 +220,9 @@ def compiled_as(name: tuple) -> Any:
     return _compiled[name]
 
 
-def _name(c: Call, kernel: Any, plan: LaunchPlan) -> tuple:
+def _name(c: Call, step: Step) -> tuple:
     """The name of a compiled kernel: what calls of a shape share, and what is specific to this launch."""
-    return id(kernel), c.shape.key, plan.tile, *plan.constants.values()
+    return id(step.kernel), c.shape.key, step.tile, *step.constants.values()
 
 
 def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -227,13 +234,13 @@ def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return list(found.values())
 
 
-def options_of(plan: LaunchPlan | Step) -> dict[str, int | bool]:
+def options_of(step: Step) -> dict[str, int | bool]:
     """Triton's options for a launch. AMD's compiler does not have the last two."""
-    t = plan.tile
-    options = {"num_warps": t.warps, "num_stages": t.stages, "enable_fp_fusion": plan.contracts}
+    t = step.tile
+    options = {"num_warps": t.warps, "num_stages": t.stages, "enable_fp_fusion": step.contracts}
     if t.registers is not None:
         options["maxnreg"] = t.registers
-    if plan.follows:
+    if step.follows:
         options["launch_pdl"] = True
     return options
 

@@ -1,10 +1,10 @@
 """A call's launches and memory as values. A plan is made from a problem and from layouts, and never from tensors.
 
-A step names its tensors: those that the caller gives, and those that the plan makes. So a step reads the same tensor
-whether two tensors of a call are one object or not, and wherever they are.
+A layout has the name of its tensor: one that the caller gives, or one that the plan makes. So a step reads the same
+tensor whether two tensors of a call are one object or not, and wherever they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.chip import Chip, Tile
+from flash_delta.problem import Inputs, Problem
+
+EVERY: Any = "every"
+"""A choice that stands for all choices. A plan with it has what calls of any size may launch. It is compiled and never
+run."""
 
 
 @dataclass(slots=True)
@@ -24,6 +29,8 @@ class Layout:
     strides: tuple[int, ...]
     dtype: torch.dtype
     offset: int = 0  # of the address, from a multiple of 16 bytes
+    name: str = ""
+    start: int | None = None  # None: it is the tensor ``name``; or where it begins in that tensor, in bytes
 
     def stride(self, axis: int | None = None) -> Any:
         return self.strides if axis is None else self.strides[axis]
@@ -42,14 +49,16 @@ class Layout:
         return True
 
 
-class Memory(NamedTuple):
+@dataclass(slots=True)
+class Memory(Layout):
     """A contiguous tensor that is made for a call. Only the call's steps use it, unless it is a result."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    filled: str | float | None = None  # before the first step: with a given tensor's numbers, or with this number
-    offset: int = 0  # as Layout.offset
+    filled: Layout | float | None = None  # before the first step: with a given tensor's numbers, or with this number
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in an allocation."""
+        return -(-prod(self.shape) * self.dtype.itemsize // 256) * 256
 
 
 class Step(NamedTuple):
@@ -58,7 +67,7 @@ class Step(NamedTuple):
     kernel: Any
     grid: tuple[int, int, int]
     tile: Tile
-    arguments: tuple[Any, ...]  # the parameters before the constants: names of tensors, numbers, None, tuples of these
+    arguments: tuple[Any, ...]  # the parameters before the constants: layouts, numbers, None, tuples of these
     constants: dict[str, Any]
     follows: bool = False  # the kernel before it is of the same call and may still run (chunk.follow)
     contracts: bool = True  # the compiler may fuse a product and a sum, with one rounding
@@ -69,61 +78,86 @@ class Plan(NamedTuple):
 
     steps: tuple[Step, ...]
     memory: tuple[Memory, ...]
-    results: tuple[str | None, ...]  # what `run` returns: memory or given tensors; None stays None
+    results: tuple[Layout | None, ...]  # what `run` returns: memory or given tensors; None stays None
 
     @property
     def workspace_bytes(self) -> int:
         """The bytes that are made besides results."""
-        return sum(size_of(m) for m in self.memory if m.name not in self.results)
+        returned = {t.name for t in self.results if t is not None}
+        return sum(m.nbytes for m in self.memory if m.name not in returned)
 
 
-def size_of(m: Memory) -> int:
-    """The bytes that it takes in an allocation."""
-    return -(-prod(m.shape) * m.dtype.itemsize // 256) * 256
+def layout_of(t: Tensor | Layout | None, name: str = "") -> Layout | None:
+    """The layout of a tensor, or a layout under another name."""
+    return None if t is None else Layout(t.shape, t.stride(), t.dtype, offset_of(t), name)
 
 
-def layout_of(t: Tensor | None) -> Layout | None:
-    return None if t is None else Layout(t.shape, t.stride(), t.dtype, t.data_ptr() % 16)
+def layouts_of(group: Any) -> Any:
+    """The layouts of a named tuple of tensors. Its fields are their names."""
+    return group._make([layout_of(t, name) for t, name in zip(group, group._fields, strict=True)])
 
 
-def names_of(group: tuple[Any, ...]) -> dict[str, str | None]:
-    """A group's tensors by their names; None for those that are not given."""
-    return {name: None if t is None else name for name, t in zip(group._fields, group, strict=True)}
+def offset_of(t: Tensor | Layout) -> int:
+    """How far the address is from a multiple of 16 bytes."""
+    return t.offset if isinstance(t, Layout) else t.data_ptr() % 16
 
 
-def resolved(arguments: tuple[Any, ...], tensors: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments with what their names stand for."""
+def resolved(arguments: tuple[Any, ...], tensor: Callable[[Layout], Any]) -> tuple[Any, ...]:
+    """The arguments with a ``tensor`` for each layout."""
     return tuple([
-        tensors[a] if type(a) is str else resolved(a, tensors) if type(a) is tuple else a for a in arguments
+        tensor(a) if isinstance(a, Layout) else resolved(a, tensor) if type(a) is tuple else a for a in arguments
     ])  # fmt: skip
 
 
+Operand = Tensor | Layout  # what a launcher takes: in a plan a layout
+
+
 class Making(list[Memory]):
-    """The memory of a plan while it is made. Methods return names of tensors."""
+    """The memory of a plan while it is made."""
 
-    def new(self, name: str, shape: Sequence[int], dtype: torch.dtype, filled: str | float | None = None) -> str:
-        self.append(Memory(name, tuple(shape), dtype, filled))
-        return name
+    def new(self, name: str, shape: Sequence[int], dtype: torch.dtype, filled: Layout | float | None = None) -> Memory:
+        self.append(Memory(tuple(shape), contiguous(shape), dtype, name=name, filled=filled))
+        return self[-1]
 
-    def like(self, name: str, t: Layout | None, filled: str | float | None = None) -> str | None:
+    def like(self, name: str, t: Layout | None, filled: Layout | float | None = None) -> Memory | None:
         """Memory with the shape and dtype of ``t``; None if there is no ``t``."""
         return None if t is None else self.new(name, t.shape, t.dtype, filled)
 
-    def without_gaps(self, name: str, t: Layout) -> str:
-        """A contiguous copy of the tensor ``name``."""
-        return self.new(f"{name} without gaps", t.shape, t.dtype, filled=name)
+    def without_gaps(self, t: Layout) -> Memory:
+        """A contiguous copy."""
+        return self.new(f"{t.name} without gaps", t.shape, t.dtype, filled=t)
 
-    def whole(self, name: str, t: Layout | None) -> str | None:
-        """The tensor ``name``, or a contiguous copy."""
-        return None if t is None else name if t.whole else self.without_gaps(name, t)
+    def whole(self, t: Layout | None) -> Layout | None:
+        """The tensor, or a contiguous copy."""
+        return t if t is None or t.whole else self.without_gaps(t)
 
-    def rows(self, name: str, t: Layout, axes: int) -> tuple[str, tuple[int, ...]]:
-        """The tensor ``name`` with all axes but the last ``axes`` as one axis of rows, and its strides then. It is a
-        copy if strides do not allow this."""
+    def rows(self, t: Layout, axes: int) -> tuple[Layout, tuple[int, ...]]:
+        """The tensor with all axes but the last ``axes`` as one axis of rows, and its strides then. It is a copy if
+        strides do not allow this."""
         row = row_stride(t.shape[:-axes], t.strides[:-axes])
         if row is None:
-            return self.without_gaps(name, t), contiguous(t.shape)[-axes - 1 :]
-        return name, (row, *t.strides[-axes:])
+            return self.without_gaps(t), contiguous(t.shape)[-axes - 1 :]
+        return t, (row, *t.strides[-axes:])
+
+
+class Draft(NamedTuple):
+    """A plan of the rule while it is made. Launchers append steps to it."""
+
+    p: Problem
+    x: Inputs  # of layouts
+    chip: Chip
+    every: bool  # whether to plan what calls of any size may launch
+    constants: dict[str, Any]  # those that do not depend on a tile (arguments.py)
+    made: Making
+    steps: list[Step]
+
+    @property
+    def keys(self) -> Any:
+        """The keys that erase."""
+        return self.x.k if self.x.p is None else self.x.p
+
+    def plan(self, *results: Layout | None) -> Plan:
+        return Plan(tuple(self.steps), tuple(self.made), results)
 
 
 def has_unit_stride(t: Layout) -> bool:
@@ -146,4 +180,8 @@ def laid_out(shape: Sequence[int], dtype: torch.dtype) -> Layout:
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
-    return tuple([prod(shape[axis + 1 :]) for axis in range(len(shape))])
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))

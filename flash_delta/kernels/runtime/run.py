@@ -5,9 +5,10 @@ that follow from the launch alone (`name_of`), so no rule says by hand which fac
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain, repeat
+from math import prod
 from typing import Any
 
 import torch
@@ -16,22 +17,16 @@ from torch import Tensor
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.calls import is_direct, keep, on, profiled
-from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.chip import Chip, chip_of
 from flash_delta.kernels.runtime.cuda_driver import BoundStep, Replay, ensure_context, kernel_of
 from flash_delta.kernels.runtime.forbid import PlannedCall, Refused, difference_of
-from flash_delta.kernels.runtime.launch import (
-    compile_all,
-    compiling,
-    memory_for_descriptors,
-    options_of,
-    several_devices,
-)
-from flash_delta.kernels.runtime.plan import Layout, Memory, Plan, Step, layout_of, resolved, size_of
-from flash_delta.kernels.runtime.profiling import tell
+from flash_delta.kernels.runtime.launch import compile_all, compiling, launch_by_triton, options_of, several_devices
+from flash_delta.kernels.runtime.plan import EVERY, Layout, Memory, Plan, Step, layouts_of, resolved
 from flash_delta.problem import ElementwiseProblem, KnownCall, Problem
 
 LIMIT = 2**31  # of numbers of 32 bits
 Planner = Callable[..., Plan]
+Choose = Callable[[Problem, Chip], Any]  # it answers with something small and hashable
 Group = tuple[Tensor | None, ...]  # a named tuple
 Results = tuple[Tensor | None, ...]
 
@@ -39,22 +34,29 @@ compiled: dict[tuple, Any] = {}  # by device and `name_of`
 calls_that_compiled: list[PlannedCall] = []  # for the error of `forbid_compilation`
 
 
+def by_sizes(p: Problem, chip: Chip) -> None:
+    """For `run`, of plans that depend on sizes and not on lengths: a known call has all sizes."""
+
+
 def run(
     plan: Planner, p: Problem | ElementwiseProblem, *groups: Group, after: tuple[Group, ...] = (),
-    chooses: bool = False, known: KnownCall | None = None,
+    choose: Choose | None = None, known: KnownCall | None = None,
 ) -> Results:  # fmt: skip
     """Launches what ``plan`` plans for a call, and returns the plan's results. ``groups``: the tensors of the call that
     ``known`` stands for. ``after``: in a backward pass, gradients and where to write gradients, whose layouts the known
     call does not say. Even those of inputs may be others there, since hooks may have moved them
-    (`torch.autograd.graph.saved_tensors_hooks`)."""
-    name: Any = plan
+    (`torch.autograd.graph.saved_tensors_hooks`). ``choose``: what decides by sizes and lengths; ``plan`` takes its
+    answer as ``choice``."""
+    name: Any = plan if choose is None or choose is by_sizes else (plan, p.lengths)
+    key = None
     if after:
         groups += after
-        name = plan, fastcall.key(False, *groups)
+        key = fastcall.key(False, *groups)
+        name = name, key
     launch = None if known is None else known.launches.get(name)
     if launch is None or profiled():
         with on(p.device):
-            return run_new(plan, p, groups, chooses, known, name)
+            return run_new(plan, p, groups, choose, known, name, key)
     if several_devices() and p.device.index != torch.cuda.current_device():
         with torch.cuda.device(p.device):
             return launch(p.device, groups)
@@ -62,50 +64,61 @@ def run(
 
 
 def run_new(
-    plan: Planner, p: Problem | ElementwiseProblem, groups: tuple[Group, ...], chooses: bool,
-    known: KnownCall | None, name: Any,
+    plan: Planner, p: Problem | ElementwiseProblem, groups: tuple[Group, ...], choose: Choose | None,
+    known: KnownCall | None, name: Any, key: tuple | None,
 ) -> Results:  # fmt: skip
-    layouts = tuple([group._make([layout_of(t) for t in group]) for group in groups])
-    planned = plan(p, chip_of(p.device), *layouts)
-    tensors, call = by_name(planned, layouts), PlannedCall(p, plan, layouts)
-    given = [name for group in groups for name in group._fields]
+    """``name``: the call's, among the launches of the known call. ``key``: its part that says layouts. With other
+    lengths the choice may be the same, and then so are the launches."""
+    chip, chosen, by_choice = chip_of(p.device), {}, name
+    if choose not in (None, by_sizes):
+        choice = choose(p, chip)
+        chosen, by_choice = {"choice": choice}, (choice, plan, key)
+        launch = None if known is None or profiled() else known.launches.get(by_choice)
+        if launch is not None:
+            keep(known, name, launch)
+            return launch(p.device, groups)
+    layouts = tuple([layouts_of(group) for group in groups])
+    planned, call = plan(p, chip, *layouts, **chosen), PlannedCall(p, plan, layouts)
+    given = given_to(planned, groups)
     if p.device.type != "cuda" or profiled():  # Triton compiles what it launches
         with _explained(call):
             return ByTriton(planned, given)(p.device, groups)
     device = p.device.index  # a kernel is loaded for one device
-    names = [(device, *name_of(step, tensors)) for step in planned.steps]
+    names = [(device, *name_of(step)) for step in planned.steps]
     if not all(map(compiled.__contains__, names)):
-        of_all_sizes = plan(p, chip_of(p.device), *layouts, every=True) if chooses else planned
+        of_all_sizes = planned if choose is None else plan(p, chip, *layouts, choice=EVERY)
         with compiling, _explained(call):
-            _compile(of_all_sizes, device, by_name(of_all_sizes, layouts), by_name(of_all_sizes, groups))
+            _compile(of_all_sizes, device, dict(zip(given, chain.from_iterable(groups), strict=True)))
             calls_that_compiled.append(call)
     if is_direct(p.device):
         ensure_context(p.device)
         launch = Launched(planned, given, [compiled[name] for name in names], groups)
     else:
         launch = ByTriton(planned, given)
-    keep(known, name, launch)
+    for kept in {name, by_choice}:
+        keep(known, kept, launch)
     return launch(p.device, groups)
 
 
-def by_name(plan: Plan, groups: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
-    """What is given, and the plan's memory."""
-    found, count = {m.name: m for m in plan.memory}, len(plan.memory)
-    for group in groups:
-        found |= zip(group._fields, group, strict=True)
-        count += len(group)
-    if len(found) < count:
-        names = [*(name for group in groups for name in group._fields), *(m.name for m in plan.memory)]
+def given_to(plan: Plan, groups: Iterable[Group]) -> list[str]:
+    """The names of the tensors that a caller gives."""
+    given = [name for group in groups for name in group._fields]
+    names = [*given, *(m.name for m in plan.memory)]
+    if len(set(names)) < len(names):
         raise ValueError(f"plan: expected a different name for each tensor, got {', '.join(names)}")
-    return found
+    return given
 
 
-def _compile(plan: Plan, device: int, layouts: dict[str, Any], tensors: dict[str, Any]) -> None:
+def _compile(plan: Plan, device: int, given: dict[str, Any]) -> None:
     """Compiles the steps that are missing, in parallel."""
-    pointers = tensors | {m.name: Pointer(m) for m in plan.memory}
-    names = [(device, *name_of(step, layouts)) for step in plan.steps]
-    missing = {name: step for name, step in zip(names, plan.steps, strict=True) if name not in compiled}
-    compiled.update(compile_all({name: _compilation(step, pointers) for name, step in missing.items()}))
+    steps = {(device, *name_of(step)): step for step in plan.steps}
+    memory = {m.name: m for m in plan.memory}
+
+    def pointer(t: Layout) -> Any:
+        return tensor_of(t, given) if t.name in given else Pointer(t, memory[t.name])
+
+    missing = {name: step for name, step in steps.items() if name not in compiled}
+    compiled.update(compile_all({name: _compilation(step, pointer) for name, step in missing.items()}))
 
 
 class Launched(Replay):
@@ -115,17 +128,25 @@ class Launched(Replay):
     __slots__ = ("filled", "makes", "picks")
 
     def __init__(self, plan: Plan, given: Sequence[str], kernels: Sequence[Any], groups: tuple[Group, ...]):
-        apart = [m for m in plan.memory if m.name in plan.results or m.filled is not None]
-        together = [m for m in plan.memory if m.name not in plan.results and m.filled is None]
-        words = {name: (word, 0) for word, name in enumerate((*given, *(m.name for m in (*apart, *together))))}
-        self.makes = tuple([_maker(groups, m) for m in apart])
-        self.filled = tuple([(number, m.filled) for number, m in enumerate(apart) if m.filled is not None])
-        picks = tuple([None if name is None else words[name][0] for name in plan.results])
+        returned = {t.name for t in plan.results if t is not None}
+        apart = [m for m in plan.memory if m.name in returned or m.filled is not None]
+        together = [m for m in plan.memory if m.name not in returned and m.filled is None]
+        words = {name: word for word, name in enumerate((*given, *(m.name for m in (*apart, *together))))}
+        makers = _makers(groups)
+        self.makes = tuple([
+            (*makers.get(m.dtype, (0, 0)), m.shape, None if m.dtype in makers else m.dtype) for m in apart
+        ])  # fmt: skip
+        self.filled = tuple([(number, value_of(m)) for number, m in enumerate(apart) if m.filled is not None])
+        picks = tuple([None if t is None else words[t.name] for t in plan.results])
         made = len(given), len(given) + len(apart)
         self.picks = None if picks == tuple(range(*made)) else picks
-        *starts, size = accumulate(map(size_of, together), initial=0)
+        *starts, size = accumulate((m.nbytes for m in together), initial=0)
+
+        def place(t: Layout) -> tuple[int, int]:
+            return words[t.name], t.start or 0
+
         steps = [
-            BoundStep(kernel_of(kernel), step.grid, (*resolved(step.arguments, words), *step.constants.values()))
+            BoundStep(kernel_of(kernel), step.grid, (*resolved(step.arguments, place), *step.constants.values()))
             for step, kernel in zip(plan.steps, kernels, strict=True) if 0 not in step.grid
         ]  # fmt: skip
         super().__init__(steps, (None,) * len(words), (size, tuple(starts)))
@@ -156,14 +177,13 @@ class Launched(Replay):
         return tuple([None if pick is None else every[pick] for pick in self.picks])
 
 
-def _maker(groups: tuple[Group, ...], m: Memory) -> tuple[int, int, tuple[int, ...], torch.dtype | None]:
-    """The place of a tensor from which this memory is made, its shape, and its dtype. The dtype is None if that tensor
-    has it: then PyTorch takes half the time. Either is faster than `torch.empty` with a device."""
-    for i, group in enumerate(groups):
-        for j, t in enumerate(group):
-            if type(t) is Tensor and t.dtype == m.dtype:  # of a subclass it might be one, too
-                return i, j, m.shape, None
-    return 0, 0, m.shape, m.dtype
+def _makers(groups: tuple[Group, ...]) -> dict[torch.dtype, tuple[int, int]]:
+    """The place of a tensor of each dtype, from which PyTorch makes others in half the time. Anything is faster than
+    `torch.empty` with a device."""
+    return {
+        t.dtype: (i, j) for i, group in enumerate(groups) for j, t in enumerate(group)
+        if type(t) is Tensor  # of a subclass the new tensor might be one, too
+    }  # fmt: skip
 
 
 class ByTriton:
@@ -180,14 +200,24 @@ class ByTriton:
         for m in self.plan.memory:
             tensors[m.name] = torch.empty(m.shape, dtype=m.dtype, device=device)
             if m.filled is not None:
-                fill(tensors[m.name], m.filled, tensors)
+                fill(tensors[m.name], value_of(m), tensors)
         for step in self.plan.steps:
             if 0 not in step.grid:
-                step.kernel.launch_metadata = tell
-                with memory_for_descriptors() if step.tile.tma else nullcontext():
-                    arguments = resolved(step.arguments, tensors)
-                    step.kernel[step.grid](*arguments, **step.constants, **options_of(step))
-        return tuple([None if name is None else tensors[name] for name in self.plan.results])
+                launch_by_triton(step, resolved(step.arguments, lambda t: tensor_of(t, tensors)))
+        return tuple([None if t is None else tensors[t.name] for t in self.plan.results])
+
+
+def tensor_of(t: Layout, tensors: dict[str, Tensor]) -> Tensor:
+    """The tensor with this layout."""
+    found = tensors[t.name]
+    if t.start is None:
+        return found
+    return found.narrow(0, t.start, prod(t.shape) * t.dtype.itemsize).view(t.dtype).view(t.shape)
+
+
+def value_of(m: Memory) -> str | float | None:
+    """What it is filled with: a number, or the name of a tensor."""
+    return m.filled.name if isinstance(m.filled, Layout) else m.filled
 
 
 def fill(t: Tensor, value: str | float, tensors: dict[str, Tensor | None]) -> None:
@@ -195,28 +225,28 @@ def fill(t: Tensor, value: str | float, tensors: dict[str, Tensor | None]) -> No
 
 
 class Pointer:
-    """Stands for memory that is not made yet, when Triton compiles."""
+    """Stands for memory that is not made yet, when Triton compiles. ``t`` is in ``memory``."""
 
-    def __init__(self, memory: Memory):
-        self.dtype, self.memory = memory.dtype, memory
+    def __init__(self, t: Layout, memory: Memory):
+        self.dtype, self.layout, self.memory = t.dtype, t, memory
 
     def data_ptr(self) -> int:
-        return self.memory.offset
+        return self.layout.offset
 
     def ptr_range(self) -> int:
-        """Its bytes. AMD's compiler has other code for more than 2 GB."""
-        return size_of(self.memory)
+        """The memory's bytes. AMD's compiler has other code for more than 2 GB."""
+        return self.memory.nbytes
 
 
-def _compilation(step: Step, pointers: dict[str, Any]) -> partial:
-    values = resolved(step.arguments, pointers)
+def _compilation(step: Step, pointer: Callable[[Layout], Any]) -> partial:
+    values = resolved(step.arguments, pointer)
     return partial(step.kernel.warmup, *values, grid=step.grid, **step.constants, **options_of(step))
 
 
-def name_of(step: Step, layouts: dict[str, Layout | Memory | None]) -> tuple:
+def name_of(step: Step) -> tuple:
     """Everything that a step's compiled code depends on, by Triton's own rules."""
     name = [id(step.kernel), step.tile, step.follows, step.contracts, *step.constants.values()]
-    _look(step.arguments, _specialized(step.kernel), layouts, name)
+    _look(step.arguments, _specialized(step.kernel), name)
     return tuple(name)
 
 
@@ -233,20 +263,17 @@ def _specialized(kernel: Any) -> tuple[tuple[bool, bool], ...]:
     return _specializations[id(kernel)]
 
 
-def _look(
-    values: tuple[Any, ...], rules: Iterable[tuple[bool, bool]], layouts: dict[str, Any], seen: list[Any]
-) -> None:
+def _look(values: tuple[Any, ...], rules: Iterable[tuple[bool, bool]], seen: list[Any]) -> None:
     """Appends to ``seen`` what matters about each value. ``rules``: as of `_specialized`."""
     for value, (one, aligned) in zip(values, rules, strict=False):
         kind = type(value)
         if kind is int:
             seen.append("1" if value == 1 and one else (-LIMIT <= value < LIMIT) + 2 * (aligned and not value % 16))
-        elif kind is str:
-            t = layouts[value]
-            seen.append(None if t is None else (t.dtype, aligned and t.offset == 0))
+        elif kind is Layout or kind is Memory:
+            seen.append((value.dtype, aligned and value.offset == 0))
         elif kind is tuple:
             seen.append(len(value))
-            _look(value, repeat((one, aligned)), layouts, seen)
+            _look(value, repeat((one, aligned)), seen)
         else:  # bool, float, None, constexpr
             seen.append(value.value if kind is tl.constexpr else kind)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C, count_slots, pitch, whole_rows
+from flash_delta.kernels.runtime.plan import Layout, Making, Memory, contiguous
 from flash_delta.problem import Problem
 
 
@@ -122,11 +123,33 @@ class Part(NamedTuple):
     start: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...]  # of the tensors of all slots
+    name: str  # in a plan
 
 
 class Placement(NamedTuple):
     bytes: int  # per slot
     groups: tuple[Any, ...]  # named tuples of Part or None
+
+
+def make_groups(made: Making, p: Problem, *groups: type) -> list[Any]:
+    """Makes a tensor of the plan for each tensor of these groups."""
+    slots, found = count_slots(p), []
+    for g in _layout_of(p, groups).groups:
+        memory = [part and Memory((slots, *part.shape), part.strides, part.dtype, name=part.name) for part in g]
+        made += filter(None, memory)
+        found.append(g._make(memory))
+    return found
+
+
+def groups_in(buffer: Layout, p: Problem, *groups: type) -> list[Any]:
+    """Places these groups in one buffer of `count_bytes`."""
+    slots, to = count_slots(p), (buffer.offset, buffer.name)
+    return [
+        g._make([
+            part and Layout((slots, *part.shape), part.strides, part.dtype, *to, slots * part.start) for part in g
+        ]) for g in _layout_of(p, groups).groups
+    ]  # fmt: skip
 
 
 class Workspace:
@@ -192,8 +215,9 @@ def _layout(
     start, placed = 0, []
     for group in groups:
         parts = []
-        for tensor in tensors[group]:
-            parts.append(None if tensor is None else Part(start, *tensor))
+        for field, tensor in zip(group._fields, tensors[group], strict=True):
+            name, strides = f"{group.__name__}.{field}", contiguous((1, *tensor[0])) if tensor else ()
+            parts.append(None if tensor is None else Part(start, *tensor, strides, name))
             if tensor is not None:
                 start += -(-prod(tensor[0]) * tensor[1].itemsize // 256) * 256
         placed.append(group._make(parts))

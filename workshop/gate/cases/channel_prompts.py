@@ -58,7 +58,7 @@ def call_prompts(case: str, t: ChannelTile | None) -> None:
         torch.empty_like(x.v),
         new_prompt_list(p),
     )
-    tape = new_channel_tape(p, c.shape.chip, p.N)
+    tape = new_channel_tape(p, c.chip, p.N)
     run_list_prompts(c, o, prompts, tape, slots)
     if t is not None:
         return run_channel_prompts(c, o, prompts, tape, slots, [PoolLaunch(t, p.N)])

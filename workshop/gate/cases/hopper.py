@@ -23,6 +23,7 @@ from flash_delta.kernels.hopper.plans.tiles import (
     WIDE,
     LoopTile,
 )
+from flash_delta.kernels.hopper.plans.unplanned import new_gradients
 from flash_delta.kernels.hopper.scalar.backward.run import unsupported
 from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
 from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
@@ -41,7 +42,6 @@ from flash_delta.kernels.runtime.workspace import (
     Trace,
     Workspace,
 )
-from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.problem import Inputs, Problem
 from workshop.gate.cases import channel_prompts, padding, pools
 from workshop.gate.cases.hopper_back import call_back, call_gates_back

@@ -6,6 +6,7 @@ import torch
 
 from flash_delta.kernels.hopper.plans.tape import new_tape
 from flash_delta.kernels.hopper.plans.tiles import Pace
+from flash_delta.kernels.hopper.plans.unplanned import new_gradients
 from flash_delta.kernels.hopper.scalar.backward.finish import run_finish
 from flash_delta.kernels.hopper.scalar.backward.memory import Tapes, new_ends, new_gates, new_parts
 from flash_delta.kernels.hopper.scalar.backward.run import NO_TAPES, ForwardLeft, for_backward, run_kernels
@@ -16,7 +17,6 @@ from flash_delta.kernels.hopper.scalar.segments.memory import new_segmented_scan
 from flash_delta.kernels.hopper.scalar.segments.scan import run_retrace
 from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.workspace import Trace, Workspace
-from flash_delta.kernels.triton.backward.results import new_gradients
 from flash_delta.problem import Inputs, Problem
 from workshop.gate.cases.rule import RuleCase, problem_of
 

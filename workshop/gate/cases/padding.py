@@ -14,8 +14,8 @@ from flash_delta.kernels.hopper.plans.padding import (
     run_narrow,
     run_widen,
 )
+from flash_delta.kernels.hopper.plans.unplanned import new_gradients
 from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.kernels.triton.backward.results import new_gradients
 from workshop.gate.cases.rule import RuleCase, problem_of
 
 PADDED = {"padded": 100, "padded-60": 60, "padded-96": 96}  # widths of heads, of packed sequences with states

@@ -63,7 +63,7 @@ def call_pool(described: tuple[Problem, Inputs, Slots], t: LoopTile, *, parted: 
         torch.empty_like(x.v),
         new_rates(p),
         new_prompt_list(p, 1),
-        new_pool_tape(p, c.shape.chip, 1),
+        new_pool_tape(p, c.chip, 1),
     )
     run_rates(c, o, rates, None, prompts, slots, tape, parts)
     if parts is not None:

@@ -6,10 +6,9 @@ from functools import partial
 import torch
 
 from flash_delta.compiler import Launch
-from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.kernels.triton.serving.prompts import new_convolved, run_after, run_before
+from flash_delta.kernels.triton.serving.prompts import make_convolved, run_after, run_before
 from flash_delta.problem import Around, Pools, Slots
-from workshop.gate.cases.rule import CHUNKS, RuleCase, problem_of
+from workshop.gate.cases.rule import CHUNKS, Kernels, RuleCase, problem_of
 
 PROMPTS = {
     "prompts-gdn-128": RuleCase(),
@@ -29,9 +28,10 @@ def call_prompts(case: RuleCase, offsets: bool = False) -> None:
     around = Around(new(9, D, 4, dtype=p.dtype), weight, bias, x.v, new(p.V))
     pools = Pools(1e-6, "silu", checkpoint_every=64, checkpoint_offsets=offsets, taps=4, window=4)
     p = p._replace(pools=pools)
-    c = make_call(p, x._replace(initial_state=None), ("launches",), *s, *around)._replace(direct=False)
-    run_before(c, new_convolved(p))
-    run_after(c, new(1, p.T, p.HV, p.V, dtype=p.dtype))
+    kernels = Kernels(p, x._replace(initial_state=None), s, around)
+    run_before(kernels.c, *kernels.more, make_convolved(kernels.c.made, p))
+    run_after(kernels.c, *kernels.more, kernels.results().o)
+    kernels.launch()
 
 
 def launches(target: str) -> Iterator[Launch]:

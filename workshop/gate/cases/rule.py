@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from flash_delta.compiler import Launch
-from flash_delta.kernels.runtime.calls import make_call
-from flash_delta.kernels.runtime.chip import Chip, Tile, takes_tma
+from flash_delta.kernels.runtime.arguments import draft_of
+from flash_delta.kernels.runtime.chip import Chip, Tile, chip_of, takes_tma
+from flash_delta.kernels.runtime.plan import Layout, layouts_of
+from flash_delta.kernels.runtime.run import ByTriton, given_to
 from flash_delta.kernels.runtime.workspace import (
     Channels,
     Factors,
@@ -18,17 +20,14 @@ from flash_delta.kernels.runtime.workspace import (
     Scores,
     Solved,
     StateGradients,
-    Workspace,
+    make_groups,
 )
-from flash_delta.kernels.triton.backward.channel_gradients import run_channel_gradients
-from flash_delta.kernels.triton.backward.gradients import run_gates, run_key_gradients, run_query_gradients
-from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, run_halved_gradients
-from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
-from flash_delta.kernels.triton.backward.pairs import run_pairs
-from flash_delta.kernels.triton.backward.results import new_gradients
+from flash_delta.kernels.triton.backward.chunks import find_gradients
+from flash_delta.kernels.triton.backward.plan import make_gradients
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import new_segmented_back, run_ends, run_segments_back
 from flash_delta.kernels.triton.forward.channel import run_channel
+from flash_delta.kernels.triton.forward.chunks import run_chunks
 from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.forward.segments import (
@@ -104,14 +103,31 @@ def describe(
     )  # fmt: skip
 
 
-class Kernels:
-    """The launchers on one problem, with the tensors that kernels write for each other."""
+class Results(NamedTuple):
+    """The results of a scan."""
 
-    def __init__(self, p: Problem, x: Inputs, *more: Tensor | None):
-        self.p, self.x, self.c = p, x, make_call(p, x, ("launches",), *more)._replace(direct=False)
+    o: Layout
+    final_state: Layout
+
+
+class Kernels:
+    """The launchers on one problem, with the tensors that kernels write for each other. ``launch`` launches what they
+    have planned."""
+
+    def __init__(self, p: Problem, x: Inputs, *more: NamedTuple):
+        self.p, self.groups = p, (x, *more)
+        self.x, *self.more = map(layouts_of, self.groups)
+        self.c = draft_of(p, chip_of(p.device), self.x)
         groups = (Channels, Solved, Factors, Residual, StateGradients, Scores, HeadGradients)
-        parts = self.c.parts(Workspace(p, *groups))
+        parts = make_groups(self.c.made, p, *groups)
         self.channels, self.solved, self.factors, self.residual, self.chain, self.scores, self.heads = parts
+
+    def launch(self, *groups: NamedTuple) -> Tensors:
+        """Launches what is planned. Returns the tensors of these groups of the plan's memory, by field."""
+        read = {name: t for group in groups for name, t in group._asdict().items() if t is not None}
+        plan = self.c.plan(*read.values())
+        found = ByTriton(plan, given_to(plan, self.groups))(self.p.device, self.groups)
+        return dict(zip(read, found, strict=True))
 
     def channel(self) -> None:
         run_channel(self.c, self.solved, self.channels)
@@ -123,65 +139,53 @@ class Kernels:
         run_factor(self.c, self.solved, self.factors, t)
 
     def chunks(self) -> None:
-        """Runs the kernels before the scans."""
-        if self.p.gate.kind == "channel":
-            self.channel()
-        self.solve()
-        if self.p.gate.kind != "channel":
-            self.factor()
+        """The kernels before the scans."""
+        run_chunks(self.c, self.solved, self.factors, self.channels)
 
-    def scan(self, save: bool, t: Tile) -> Tensors:
-        o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
-        residual = self.residual if save else None
-        run_scan(self.c, self.channels, self.solved, self.factors, o, final, residual, t)
-        return {"o": o, "final_state": final}
+    def scan(self, save: bool, t: Tile) -> Results:
+        results, residual = self.results(), self.residual if save else None
+        run_scan(self.c, self.channels, self.solved, self.factors, *results, residual, t)
+        return results
 
-    def maps(self, split: Segments) -> Tensors:
+    def results(self) -> Results:
+        made = self.c.made
+        final = made.new("final_state", self.p.state_shape, torch.float32)
+        return Results(made.new("o", self.x.v.shape, self.p.dtype), final)
+
+    def maps(self, split: Segments) -> None:
         """The maps of segments, and the states that segments start from."""
-        segmented = new_segmented_scan(self.p, split)
+        segmented = new_segmented_scan(self.p, split, self.c.made)
         run_maps(self.c, self.channels, self.solved, self.factors, segmented)
         run_compose(self.c, segmented)
-        return {"maps": segmented.maps, "starts": segmented.starts}
 
-    def segments(self, split: Segments) -> Tensors:
-        o, final = torch.empty_like(self.x.v), torch.empty(self.p.state_shape, device=self.p.device)
-        segmented = new_segmented_scan(self.p, split)
-        run_segments(self.c, self.channels, self.solved, self.factors, o, final, segmented)
-        return {"o": o, "final_state": final}
+    def segments(self, split: Segments) -> None:
+        segmented = new_segmented_scan(self.p, split, self.c.made)
+        run_segments(self.c, self.channels, self.solved, self.factors, *self.results(), segmented)
 
     def segments_back(self, split: Segments, ends: bool) -> None:
         """The backward scan of segments. ``ends``: instead the launches before it, except those of maps."""
         read = (self.c, self.channels, self.solved, self.factors)
-        back, state, do = new_segmented_back(self.p, split), self.x.initial_state, self.x.v
+        back, state, do = new_segmented_back(self.p, split, self.c.made), self.x.initial_state, self.x.v
         if ends:
             run_ends(*read, do, state, back)
             compose_states(self.c, back.scan, back.D, back.ends, state, back=True)
         else:
             run_segments_back(*read, self.residual, do, self.chain, state, back, recompute=True)
 
-    def scan_backward(self, recompute: bool, t: Tile) -> Tensors:
+    def scan_backward(self, recompute: bool, t: Tile) -> None:
         state, do = self.x.initial_state, self.x.v
-        dinitial = None if state is None else torch.empty_like(state)
+        dinitial = self.c.made.like("dinitial_state", state)
         run_scan_backward(
             self.c, self.channels, self.solved, self.factors, self.residual, do, state, self.chain, dinitial, t,
             recompute=recompute,
         )  # fmt: skip
-        return self.chain._asdict() | (self.residual._asdict() if recompute else {})
 
     def gradients(self) -> None:
-        c, p, s, f, do, d = self.c, self.p, self.solved, self.factors, self.x.v, new_gradients(self.p, self.x)
-        run_pairs(c, self.channels, s, self.residual, self.chain, do, d, self.scores, self.heads)
-        sums = d.g, d.A_log, d.dt_bias
-        if p.gate.kind == "channel":
-            run_channel_gradients(c, self.scores, self.heads, *sums)
-            if needs_halving(p):
-                run_halved_gradients(c, s, self.residual, self.chain, do, self.scores, self.heads, *sums)
-            run_key_head_gradients(c, s, self.heads, d)
-            return
-        run_query_gradients(c, s, f, self.residual, do, d.q, self.scores)
-        run_key_gradients(c, s, f, self.residual, self.chain, d, self.scores)
-        if p.gate.kind == "scalar" and p.K == 128:  # the code of `gates` does not depend on the width
-            run_gates(c, s, self.scores, *sums)
+        d, parts = make_gradients(self.c.made, self.p, self.x)
+        groups = self.solved, self.factors, self.channels, self.residual, self.chain, self.scores, self.heads
+        find_gradients(self.c, *groups, self.x.v, d._replace(**parts))
+        if self.p.gate.kind == "scalar" and self.p.K != 128:
+            self.c.steps.pop()  # the code of `gates` does not depend on the width
 
 
 def problem_of(case: RuleCase) -> tuple[Problem, Inputs]:
@@ -202,11 +206,14 @@ def call_chunks(case: RuleCase) -> None:
     kernels = Kernels(*problem_of(case))
     kernels.chunks()
     kernels.gradients()
+    kernels.launch()
 
 
 def call(form: str, case: RuleCase, *more: Any) -> None:
     """``form``: a method of `Kernels`."""
-    getattr(Kernels(*problem_of(case)), form)(*more)
+    kernels = Kernels(*problem_of(case))
+    getattr(kernels, form)(*more)
+    kernels.launch()
 
 
 def launches(target: str) -> Iterator[Launch]:

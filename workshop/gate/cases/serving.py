@@ -148,14 +148,16 @@ def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None
         pools = pools._replace(checkpoint_every=64)
     p = p._replace(pools=pools)
     s = Slots(new(9, *p.state_shape[1:], dtype=case.dtype), index, index, None, None, has, *checkpoints)
-    kernels, o = Kernels(p, x, *s), torch.empty_like(x.v)
+    kernels = Kernels(p, x, s)
+    (s,), o = kernels.more, kernels.results().o
     if before is not None:
         run_scan_to_offset(kernels.c, s, before=before)
     elif t is None:
         kernels.chunks()
-        run_decode(kernels.c, o)
+        run_decode(kernels.c, s, o)
     else:
         run_scan(kernels.c, kernels.channels, kernels.solved, kernels.factors, o, None, None, t, slots=s)
+    kernels.launch()
 
 
 def launches(target: str) -> Iterator[Launch]:

@@ -348,5 +348,5 @@ def run_channel_loop(
     )  # fmt: skip
     own = CHANNEL_LOOP | t._asdict() | {"PARTED": forgets is not None, "TAPED": tape is not None}
     constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, NR=slots, **own)
-    grid = min(p.N * p.HV * parts, c.shape.chip.processors), 2 // t.HALVES
+    grid = min(p.N * p.HV * parts, c.chip.processors), 2 // t.HALVES
     launch_described(c, channel_loop, DescribedPlan(grid, arguments, constants), launch_pdl=False)

@@ -11,13 +11,12 @@ from flash_delta.kernels.hopper.plans.boxes import as_taken, describable, descri
 from flash_delta.kernels.hopper.plans.prompt_list import new_prompt_list, run_list_prompts
 from flash_delta.kernels.hopper.plans.splits import channel_pool_launches
 from flash_delta.kernels.hopper.plans.tape import new_channel_tape
-from flash_delta.kernels.runtime.arguments import every
-from flash_delta.kernels.runtime.calls import Call, make_call, on
+from flash_delta.kernels.hopper.plans.unplanned import with_contiguous_vectors
+from flash_delta.kernels.runtime.calls import Call, make_call, on, opened
 from flash_delta.kernels.runtime.chip import chip_of
-from flash_delta.kernels.runtime.launch import run
+from flash_delta.kernels.runtime.launch import output_of, remember_served, run
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, prompts_at_most
 from flash_delta.kernels.runtime.workspace import Prepared, Workspace
-from flash_delta.kernels.triton import backend as triton
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
 from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, run_after, run_before
@@ -37,14 +36,15 @@ def remark(p: Problem) -> str:
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, for calls with tokens and sequences. `decode` runs short sequences beside the others."""
-    o, prompts, convolved, chip = triton.output_of(p, s), new_prompt_list(p), new_convolved(p), chip_of(p.device)
+    o, prompts, convolved, chip = output_of(p, s), new_prompt_list(p), new_convolved(p), chip_of(p.device)
     planned = channel_pool_launches(p, chip, every=False)
     tape = new_channel_tape(p, chip, planned[-1].sequences)
     handed = _new_handed(p, planned)
 
     def kernels(c: Call) -> None:
-        rule = run_before(c, convolved)
-        slots, launches = Slots(*rule.more), channel_pool_launches(p, chip, every=True) if every(c) else planned
+        slots, nearby = opened(c)
+        rule = run_before(c, slots, nearby, convolved)
+        launches = channel_pool_launches(p, chip, every=True) if c.every else planned
         if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=True)
         run_list_prompts(rule, o, prompts, tape, slots)
@@ -54,16 +54,16 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
         looped = [launch for launch in launches if launch.tile is not None]
         run_channel_prompts(rule, o, prompts, tape, slots, looped)
         if not p.batch_invariant:
-            run_decode(rule, o)
+            run_decode(rule, slots, o)
         if p.pools.checkpoint_offsets:
             run_scan_to_offset(rule, slots, before=False)
-        run_after(c, o)
+        run_after(c, slots, nearby, o)
 
     with on(p.device):
-        given = triton.with_contiguous_vectors(x._replace(g=described(x.g))) if p.pools.taps else as_taken(x, "g")
+        given = with_contiguous_vectors(x._replace(g=described(x.g))) if p.pools.taps else as_taken(x, "g")
         call = make_call(p, given, PREFILL, *s._replace(out=None), *around, known=known)
         run(call, kernels, o, spare=(prompts, *tape.memory, *(() if handed is None else (handed.buffer,)), *convolved))
-    triton.remember_served(call, x, known, PREFILL)
+    remember_served(call, x, known, PREFILL)
     return o
 
 

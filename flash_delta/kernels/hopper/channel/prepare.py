@@ -379,7 +379,7 @@ def run_prepare(
         p.HV // p.H, p.HV, p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
     constants = constants_of(c, prepare, arguments)
-    programs = min(items, PREPARES * c.shape.chip.processors)
+    programs = min(items, PREPARES * c.chip.processors)
     # It must not start early if it is the first kernel of its call: then it waits for none.
     plan, early = DescribedPlan((programs,), arguments, constants), listed.prompts is not None
     launch_described(c, prepare, plan, launch_pdl=early)

@@ -68,7 +68,7 @@ def run_channel_prompts(
         )  # fmt: skip
         own = CHANNEL_LOOP | t._asdict() | {"NR": 2 if p.gate.dtype == torch.float32 else 3, "TAPED": laid is not None}
         constants = constants_of(c, channel_prompts, arguments, **own)
-        programs = min(sequences * p.HV, c.shape.chip.processors) if laid is None else laid.programs
+        programs = min(sequences * p.HV, c.chip.processors) if laid is None else laid.programs
         grid = programs, 2 // t.HALVES
         plans.append(DescribedPlan(grid, arguments, constants))
     launch_described(c, channel_prompts, *plans)

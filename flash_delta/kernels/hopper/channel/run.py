@@ -19,13 +19,11 @@ from flash_delta.kernels.hopper.plans.boxes import as_taken, described
 from flash_delta.kernels.hopper.plans.splits import CHANNEL_TILES, channel_tile, loop_parts, may_scan_channels
 from flash_delta.kernels.hopper.plans.tape import new_channel_tape, new_tape
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_PACE, CHANNEL_WHOLE, ChannelTile, needs_tape
-from flash_delta.kernels.runtime.arguments import every
+from flash_delta.kernels.hopper.plans.unplanned import CHUNKS, Chunks, backward_by, for_backward, later_by
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.launch import Kernels, again, remember, run
 from flash_delta.kernels.runtime.workspace import Channels, DeepChunks, Factors, Prepared, Solved, Workspace
-from flash_delta.kernels.triton import backend as triton
-from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.forward.segments import SegmentedScan, new_segmented_scan, run_segmented_scan
 from flash_delta.kernels.triton.tiles import plan_segments
@@ -77,7 +75,7 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     given, x = x, as_taken(x, "g")
     o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
-    saved = triton.for_backward(p) if saves(p) else None
+    saved = for_backward(p) if saves(p) else None
     buffers = () if saved is None else (saved.buffer,)
     split, tile = plan_segments(p, chip_of(p.device)), _loop(p)
     handed = None if tile or p.writes_states else Workspace(p, Prepared)
@@ -87,18 +85,18 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     tape = new_channel_tape(p, chip_of(p.device), p.N) if taped else None
 
     def kernels(c: Call) -> None:
-        if every(c) and can_loop(p):
+        if c.every and can_loop(p):
             for t in CHANNEL_TILES:
                 run_channel_loop(c, o, final, t)
             run_channel_loop(c, o, final, CHANNEL_WHOLE, tape=new_tape(p, 1, CHANNEL_PACE))
         elif tile:
             run_channel_loop(c, o, final, tile, tape=tape)
-        if parting.parts > 1 or (every(c) and _may_part(p)):
+        if parting.parts > 1 or (c.every and _may_part(p)):
             run_find_forgetting(c, *parting)
             run_channel_loop(c, o, final, CHANNEL_WHOLE, *parting)
         if not tile:
             _prepare_and_scan(c, handed, saved, o, final, segments, parting)
-        elif every(c):
+        elif c.every:
             _prepare_and_scan(c, Workspace(p._replace(N=1, T=1), Prepared), None, o, final, None, parting)
 
     with on(p.device):
@@ -118,12 +116,12 @@ def backward(
     """Gradients of every input."""
     given = _taken_back(x)
     do = do if channel_backward.unsupported(p) is not None else described(do)
-    return triton.backward_by(_chunks(p), p, given, saved, do, dfinal, known)
+    return backward_by(_chunks(p), p, given, saved, do, dfinal, known)
 
 
 def _later_call(p: Problem, x: Inputs) -> tuple[Call, Kernels]:
     """The backward call of most forward calls with ``x``."""
-    return triton.later_by(_chunks(p), p, _taken_back(x), saves(p))
+    return later_by(_chunks(p), p, _taken_back(x), saves(p))
 
 
 def _taken_back(x: Inputs) -> Inputs:
@@ -220,12 +218,12 @@ def _scan(
         run_scan(c, channels, solved, factors, o, final, residual)
         return
     scans = _scans(c.p)
-    if not scans and (every(c) or segments is None):
+    if not scans and (c.every or segments is None):
         w = _with_saved(*handed.views(), *([] if saved is None else saved.views()))
         run_scan_channels(c, w, o, final, *parting)
     w = _with_saved(*c.parts(handed), *kept)
     channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
     given = c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final
-    if scans and (every(c) or segments is None):
+    if scans and (c.every or segments is None):
         run_scan(*given, None)
     run_segmented_scan(*given, segments)

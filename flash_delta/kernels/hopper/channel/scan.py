@@ -237,5 +237,5 @@ def _run(
         token_stride(x.v), x.v.stride(2),
     )  # fmt: skip
     constants = constants_of(c, scan_channels, arguments, **own, **CHANNEL_SCAN)
-    grid = min(sequences * p.HV, c.shape.chip.processors), p.V // 64
+    grid = min(sequences * p.HV, c.chip.processors), p.V // 64
     launch_described(c, scan_channels, DescribedPlan(grid, arguments, constants))

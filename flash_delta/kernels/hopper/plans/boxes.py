@@ -6,9 +6,9 @@ from torch import Tensor
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.device import layouts
 from flash_delta.kernels.hopper.plans.tape import Tape
+from flash_delta.kernels.hopper.plans.unplanned import with_contiguous_vectors
 from flash_delta.kernels.runtime.descriptors import Descriptor
 from flash_delta.kernels.runtime.workspace import Trace
-from flash_delta.kernels.triton.backend import with_contiguous_vectors
 from flash_delta.problem import Inputs, Problem
 
 

@@ -157,5 +157,5 @@ def run_list_prompts(c: Call, o: Tensor, prompts: Tensor, tape: Tape, s: Slots) 
     launch_rule(
         c, list_prompts, (c.x.cu_seqlens, o, prompts, *tables, tape.table, tape.marks), (count_slots(p), 1, 1),
         Tile(4, 1), *tape.numbers, p.N, p.T, len(s.state_pool), p.pools.null_slot, *(table(t)[0] for t in tables),
-        PROGRAMS=most_programs(c.shape.chip.processors),
+        PROGRAMS=most_programs(c.chip.processors),
     )  # fmt: skip

@@ -204,5 +204,5 @@ def most_programs(processors: int) -> int:
 def run_lay_tape(c: Call, tape: Tape, *, follows: bool) -> None:
     """``follows``: `rates` has just been launched."""
     pointers = tape.table, tape.marks, c.x.cu_seqlens
-    own = {"PROGRAMS": most_programs(c.shape.chip.processors), "FOLLOWS": follows}
+    own = {"PROGRAMS": most_programs(c.chip.processors), "FOLLOWS": follows}
     launch_rule(c, lay_tape, pointers, (1, 1, 1), NO_TILE, *tape.numbers, c.p.N, c.p.T, follows=follows, **own)

@@ -15,7 +15,6 @@ from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.scalar.segments.cut import cut_prompts
 from flash_delta.kernels.hopper.scalar.segments.maps import run_find_starts
 from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts, new_parts
-from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Chip, chip_of
 from flash_delta.problem import Problem, Slots
@@ -53,8 +52,8 @@ def new_listed_scan(p: Problem, chip: Chip) -> ListedScan:
 def run_listed_scan(c: Call, o: Tensor, w: ListedScan, slots: Slots, final: Tensor) -> None:
     """Launches the scan. States are read from ``slots.state_pool`` and written to ``final`` (`run_pool_loops`)."""
     parts = w.parts
-    if every(c) and parts is not None:  # the kernels for parts, too
-        parts = new_parts(c.p._replace(N=1, T=1), c.shape.chip.processors, starts=1)
+    if c.every and parts is not None:  # the kernels for parts, too
+        parts = new_parts(c.p._replace(N=1, T=1), c.chip.processors, starts=1)
     run_rates(c, o, w.rates, None, w.prompts, slots, w.tape, parts)
     if parts is not None and parts.starts > 0:
         run_find_starts(c, w.rates, w.prompts, w.tape, parts, slots, final)

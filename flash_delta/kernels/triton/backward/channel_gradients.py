@@ -25,7 +25,6 @@ Grid (slots K / W, HV). dq and dk are of one value head: `key_head_gradients` su
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, rows_of, steps, store_tile
 from flash_delta.kernels.device.gates import (
@@ -39,8 +38,9 @@ from flash_delta.kernels.device.gates import (
     store_sums,
 )
 from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Operand
 from flash_delta.kernels.runtime.workspace import HeadGradients, Scores
 from flash_delta.kernels.triton.backward.halved_gradients import MILD, in_parts, leading, sum_of
 from flash_delta.kernels.triton.tiles import tile
@@ -258,13 +258,13 @@ def channel_gradients(
 
 
 def run_channel_gradients(
-    c: Call, scores: Scores, heads: HeadGradients, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None,
+    c: AnyCall, scores: Scores, heads: HeadGradients, dg: Operand, dA_log: Operand | None, ddt_bias: Operand | None,
     t: Tile | None = None,
 ) -> None:  # fmt: skip
     """Computes dg, dq and dk of every value head, and the gradients of A_log and dt_bias of every chunk, [slots, HV,
     K], which the caller sums. For bfloat16."""
     p, x = c.p, c.x
-    chosen = t or tile("channel_gradients", p, c.shape.chip)
+    chosen = t or tile("channel_gradients", p, c.chip)
     W = min(chosen.BV, block(p.K))  # channels of one program
     pointers = (
         x.q, x.k, x.g, x.A_log, x.dt_bias, scores.queries, scores.keys, x.cu_seqlens, *heads, dg, dA_log, ddt_bias

@@ -16,7 +16,6 @@ barrier does not make one thread's stores visible to other threads.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import (
     count_slots,
@@ -34,8 +33,9 @@ from flash_delta.kernels.device.chunk import (
 )
 from flash_delta.kernels.device.gates import head_gate_backward
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Operand
 from flash_delta.kernels.runtime.workspace import Factors, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.tiles import WARP, tile
 from flash_delta.problem import Inputs
@@ -267,29 +267,32 @@ def gates(
 
 
 def run_query_gradients(
-    c: Call, s: Solved, f: Factors, r: Residual, do: Tensor, dq: Tensor, scores: Scores, t: Tile | None = None
+    c: AnyCall, s: Solved, f: Factors, r: Residual, do: Operand, dq: Operand, scores: Scores, t: Tile | None = None
 ) -> None:
     p, x = c.p, c.x
     pointers = (x.q, x.k, do, r.states, scores.queries, s.norms, f.rates, x.cu_seqlens, dq, scores.parts)
     scalars = p.N, p.T, strides(x.q), strides(x.k), strides(do)
-    chosen = t or tile("query_gradients", p, c.shape.chip)
+    chosen = t or tile("query_gradients", p, c.chip)
     launch_rule(c, query_gradients, pointers, (count_slots(p), p.H, 1), chosen, *scalars, follows=True)
 
 
 def run_key_gradients(
-    c: Call, s: Solved, f: Factors, r: Residual, chain: StateGradients, d: Inputs, scores: Scores, t: Tile | None = None
-) -> None:
+    c: AnyCall, s: Solved, f: Factors, r: Residual, chain: StateGradients, d: Inputs, scores: Scores,
+    t: Tile | None = None,
+) -> None:  # fmt: skip
     p, x = c.p, c.x
     pointers = (
         x.q, x.k, c.keys, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys, s.vectors, s.norms,
         f.rates, x.cu_seqlens, d.k, d.p, scores.parts,
     )  # fmt: skip
     scalars = p.N, p.T, strides(x.q), strides(x.k), strides(c.keys)
-    chosen = t or tile("key_gradients", p, c.shape.chip)
+    chosen = t or tile("key_gradients", p, c.chip)
     launch_rule(c, key_gradients, pointers, (count_slots(p), p.H, 1), chosen, *scalars, follows=True)
 
 
-def run_gates(c: Call, s: Solved, scores: Scores, dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None) -> None:
+def run_gates(
+    c: AnyCall, s: Solved, scores: Scores, dg: Operand, dA_log: Operand | None, ddt_bias: Operand | None
+) -> None:
     """Computes dg, and the gradients of A_log and dt_bias of every chunk, ``[slots, HV]``, which the caller sums."""
     p, x = c.p, c.x
     pointers = (x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias)

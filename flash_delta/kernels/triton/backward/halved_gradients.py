@@ -19,7 +19,6 @@ other programs end at once. The grid is (slots K / W, HV). dq and dk are like th
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import (
     count_slots,
@@ -42,8 +41,9 @@ from flash_delta.kernels.device.gates import (
     store_sums,
 )
 from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Operand
 from flash_delta.kernels.runtime.workspace import HeadGradients, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.tiles import tile
 from flash_delta.problem import Problem
@@ -342,13 +342,13 @@ def needs_halving(p: Problem) -> bool:
 
 
 def run_halved_gradients(
-    c: Call, s: Solved, r: Residual, chain: StateGradients, do: Tensor, scores: Scores, heads: HeadGradients,
-    dg: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None, t: Tile | None = None,
+    c: AnyCall, s: Solved, r: Residual, chain: StateGradients, do: Operand, scores: Scores, heads: HeadGradients,
+    dg: Operand, dA_log: Operand | None, ddt_bias: Operand | None, t: Tile | None = None,
 ) -> None:  # fmt: skip
     """Computes the same as `run_channel_gradients`. In bfloat16 it runs after that, and computes only the channels that
     were left to it."""
     p, x = c.p, c.x
-    chosen = t or tile("halved_gradients", p, c.shape.chip)
+    chosen = t or tile("halved_gradients", p, c.chip)
     W = min(chosen.BV, block(p.K))  # channels of one program; values are loaded in blocks
     pointers = (
         x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,

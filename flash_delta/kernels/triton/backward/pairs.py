@@ -19,7 +19,6 @@ r_p r_k, so that `gradients` can use q, k and p as given. pairs_t is row 0 of ``
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import (
     count_slots,
@@ -33,8 +32,9 @@ from flash_delta.kernels.device.chunk import (
     whole_rows,
 )
 from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Operand
 from flash_delta.kernels.runtime.workspace import Channels, HeadGradients, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.forward.factor import decay, load_gate
 from flash_delta.kernels.triton.tiles import tile
@@ -193,12 +193,12 @@ def pairs(
 
 
 def run_pairs(
-    c: Call, ch: Channels, s: Solved, r: Residual, chain: StateGradients, do: Tensor, d: Inputs, scores: Scores,
+    c: AnyCall, ch: Channels, s: Solved, r: Residual, chain: StateGradients, do: Operand, d: Inputs, scores: Scores,
     heads: HeadGradients, t: Tile | None = None,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
     with_states = heads.written is not None
-    chosen = t or tile("channel_pairs" if with_states else "pairs", p, c.shape.chip)
+    chosen = t or tile("channel_pairs" if with_states else "pairs", p, c.chip)
     # Steps of loops over K. For states at least 64, since narrower wgmma read wrong addresses (Triton 3.6; docs/notes).
     BK = min(chosen.BV, max(64, block(p.K)) if with_states else block(p.K))
     read = (

@@ -23,7 +23,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import (
     follow,
@@ -36,9 +35,10 @@ from flash_delta.kernels.device.chunk import (
     store_tile,
     whole_rows,
 )
-from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, state_unit, states, strides
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.arguments import columns, launch_rule, state_unit, states, strides
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Operand
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients
 from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
 from flash_delta.kernels.triton.forward.scan import find_tokens, load_rates, load_state, scan, store_state
@@ -154,14 +154,14 @@ def scan_backward(
 
 
 def run_scan_backward(
-    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: StateGradients,
-    dinitial: Tensor | None, *choice: Tile, recompute: bool,
+    c: AnyCall, ch: Channels, s: Solved, f: Factors, r: Residual, do: Operand, dfinal: Operand | None,
+    chain: StateGradients, dinitial: Operand | None, *choice: Tile, recompute: bool,
 ) -> None:  # fmt: skip
     """``recompute``: additional programs also write ``r``."""
     p, x = c.p, c.x
     ends = (x.initial_state, dfinal, *r, *chain, dinitial)
     strides_of = (states(p, x.initial_state), states(p, dfinal), states(p, dinitial))
-    for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.shape.chip, every(c)):
+    for t in choice or scan_tiles("scan_both" if recompute else "scan_backward", p, c.chip, c.every):
         launch_scan_backward(
             c, ch, s, f, do, ends, strides_of, t, p.N, 0, FINAL=dfinal is not None,
             INITIAL=x.initial_state is not None, RECOMPUTE=recompute, SEGMENTS=False, ENDS=False, follows=recompute,
@@ -169,7 +169,7 @@ def run_scan_backward(
 
 
 def launch_scan_backward(
-    c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, ends: tuple[Tensor | None, ...],
+    c: AnyCall, ch: Channels, s: Solved, f: Factors, do: Operand, ends: tuple[Operand | None, ...],
     strides_of: tuple[Any, ...], t: Tile, scans: int, length: int, *, follows: bool, **constants: bool,
 ) -> None:  # fmt: skip
     """``ends``: the tensors from ``initial_state`` to ``dinitial``. ``strides_of``: the strides of the first two and of

@@ -10,14 +10,12 @@ dS_start = Phi^T dS_end + D, with the Phi of the forward pass.
     `scan_backward` scans all segments.
 """
 
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from flash_delta.kernels.device.chunk import count_slots
-from flash_delta.kernels.runtime.arguments import every, states
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.arguments import states
+from flash_delta.kernels.runtime.calls import AnyCall
+from flash_delta.kernels.runtime.plan import Making, Operand
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients
 from flash_delta.kernels.triton.backward.scan_backward import launch_scan_backward
 from flash_delta.kernels.triton.forward.segments import (
@@ -25,6 +23,7 @@ from flash_delta.kernels.triton.forward.segments import (
     by_value,
     compose_states,
     new_segmented_scan,
+    new_states,
     run_compose,
     run_maps,
 )
@@ -38,31 +37,29 @@ class SegmentedBack(NamedTuple):
     """How sequences are split, and the tensors that the kernels pass to each other."""
 
     scan: SegmentedScan
-    D: Tensor  # [slots, HV, V, K] float32
-    ends: Tensor  # [slots, HV, V, K] float32: the gradient that comes into a segment from the right
+    D: Any  # [slots, HV, V, K] float32
+    ends: Any  # [slots, HV, V, K] float32: the gradient that comes into a segment from the right
 
 
-def new_segmented_back(p: Problem, split: Segments | None) -> SegmentedBack | None:
-    """Makes the memory of a backward pass in segments. None if sequences are not split."""
-    scan = new_segmented_scan(p, split)
-    if scan is None:
-        return None
-    return SegmentedBack(scan, torch.empty_like(scan.starts), torch.empty_like(scan.starts))
+def new_segmented_back(p: Problem, split: Segments | None, made: Making | None = None) -> SegmentedBack | None:
+    """The memory of a backward pass in segments, as of `new_segmented_scan`."""
+    scan = new_segmented_scan(p, split, made)
+    return scan and SegmentedBack(scan, *(new_states(p, split, p.V, made, name) for name in ("D", "ends")))
 
 
-def memory_of(w: SegmentedBack | None) -> tuple[Tensor, ...]:
+def memory_of(w: SegmentedBack | None) -> tuple[Operand, ...]:
     """Returns the memory of the segments in one tuple."""
     return () if w is None else (w.scan.maps, w.scan.starts, w.D, w.ends)
 
 
 def run_segmented_back(
-    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, dfinal: Tensor | None, chain: StateGradients,
-    dinitial: Tensor | None, w: SegmentedBack | None, *, recompute: bool,
+    c: AnyCall, ch: Channels, s: Solved, f: Factors, r: Residual, do: Operand, dfinal: Operand | None,
+    chain: StateGradients, dinitial: Operand | None, w: SegmentedBack | None, *, recompute: bool,
 ) -> None:  # fmt: skip
     """Does the same as `run_scan_backward`. Without ``w`` it does nothing. While compiling it compiles everything that
     calls of other sizes may launch, for any ``w``."""
-    if every(c):
-        w = new_segmented_back(c.p._replace(N=1, T=0), plan_back_endless(c.p, c.shape.chip))
+    if c.every:
+        w = new_segmented_back(c.p._replace(N=1, T=0), plan_back_endless(c.p, c.chip), c.made)
     if w is None:
         return
     run_maps(c, ch, s, f, w.scan, follows=recompute)  # without recompute it is the first kernel of the call
@@ -73,10 +70,12 @@ def run_segmented_back(
     run_segments_back(c, ch, s, f, r, do, chain, dinitial, w, recompute=recompute)
 
 
-def run_ends(c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, dfinal: Tensor | None, w: SegmentedBack) -> None:
+def run_ends(
+    c: AnyCall, ch: Channels, s: Solved, f: Factors, do: Operand, dfinal: Operand | None, w: SegmentedBack
+) -> None:
     p, length = c.p, w.scan.split.length
     ends, own = (None, dfinal, *NOTHING, w.D), (states(p, None), states(p, dfinal), by_value(w.D))
-    for t in back_tiles(p, c.shape.chip, length, every(c), recompute=False):
+    for t in back_tiles(p, c.chip, length, c.every, recompute=False):
         launch_scan_backward(
             c, ch, s, f, do, ends, own, t, count_slots(p, length), length, FINAL=dfinal is not None, INITIAL=False,
             RECOMPUTE=False, SEGMENTS=True, ENDS=True, follows=True,
@@ -84,13 +83,13 @@ def run_ends(c: Call, ch: Channels, s: Solved, f: Factors, do: Tensor, dfinal: T
 
 
 def run_segments_back(
-    c: Call, ch: Channels, s: Solved, f: Factors, r: Residual, do: Tensor, chain: StateGradients,
-    dinitial: Tensor | None, w: SegmentedBack, *, recompute: bool,
+    c: AnyCall, ch: Channels, s: Solved, f: Factors, r: Residual, do: Operand, chain: StateGradients,
+    dinitial: Operand | None, w: SegmentedBack, *, recompute: bool,
 ) -> None:  # fmt: skip
     p, length = c.p, w.scan.split.length
     ends = (w.scan.starts, w.ends, *r, *chain, dinitial)
     own = (by_value(w.scan.starts), by_value(w.ends), states(p, dinitial))
-    for t in back_tiles(p, c.shape.chip, length, every(c), recompute=recompute):
+    for t in back_tiles(p, c.chip, length, c.every, recompute=recompute):
         launch_scan_backward(
             c, ch, s, f, do, ends, own, t, count_slots(p, length), length, FINAL=False, INITIAL=dinitial is not None,
             RECOMPUTE=recompute, SEGMENTS=True, ENDS=False, follows=True,

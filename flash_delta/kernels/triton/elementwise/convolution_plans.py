@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_delta.kernels.runtime.chip import Chip, Tile, next_power_of_2
-from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, contiguous, has_unit_stride, names_of
+from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, has_unit_stride
 from flash_delta.kernels.triton.elementwise.convolution import (
     convolve,
     convolve_backward,
@@ -52,13 +52,13 @@ def plan_convolve(p: ConvolutionProblem, chip: Chip, x: Convolved) -> Plan:
     made, empty = Making(), 0 in x.x.shape
     y, final = made.like("y", x.x), None
     if p.output_final_state:
-        unchanged = 0.0 if x.initial_state is None else "initial_state"
+        unchanged = 0.0 if x.initial_state is None else x.initial_state
         final = made.new("final_state", (p.N, p.D, p.W), x.x.dtype, unchanged if empty else None)
     if empty:
         return Plan((), tuple(made), (y, final))
-    of_x, x_strides = _unit(made, "x", x.x)
+    of_x = _unit(made, x.x)
     pointers = of_x, *_parameters(made, x), y, final, None
-    step = _along(p, chip, convolve, x.x.dtype, pointers, (x_strides, (), strides(x.initial_state)), (ADJOINING,))
+    step = _along(p, chip, convolve, x.x.dtype, pointers, (of_x.strides, (), strides(x.initial_state)), (ADJOINING,))
     return Plan((step,), tuple(made), (y, final))
 
 
@@ -66,22 +66,18 @@ def plan_convolve_backward(p: ConvolutionProblem, chip: Chip, x: Convolved, afte
     """The gradients of x, weight, bias and initial_state."""
     made, zero = Making(), 0.0 if 0 in x.x.shape else None
     d = [made.like(f"d{name}", t, zero) for name, t in zip(x._fields[:3], x, strict=False)]
-    through = zero if zero is None or after.dfinal is None else "dfinal"  # without tokens
+    through = zero if zero is None or after.dfinal is None else after.dfinal  # without tokens
     results = dx, dweight, dbias, dinitial = *d, made.like("dinitial", x.initial_state, through)
     if zero is not None:
         return Plan((), tuple(made), results)
-    of_x, x_strides = _unit(made, "x", x.x)
-    if after.dy is None:
-        dy, dy_strides = made.like("zeros", x.x, 0.0), contiguous(x.x.shape)
-    else:
-        dy, dy_strides = _unit(made, "dy", after.dy)
+    of_x, dy = _unit(made, x.x), made.like("zeros", x.x, 0.0) if after.dy is None else _unit(made, after.dy)
     rows = p.W + (x.bias is not None)
     shape = count_pieces(p, cut_of("convolve_backward", p, chip, x.x.dtype).BT), rows, p.D
-    parts, dfinal = made.new("parts", shape, torch.float32), names_of(after)["dfinal"]
-    pointers = of_x, *_parameters(made, x), dy, dfinal, dx, dinitial, None, parts
-    all_strides = x_strides, dy_strides, contiguous(x.x.shape), (), strides(x.initial_state), strides(after.dfinal)
+    parts = made.new("parts", shape, torch.float32)
+    pointers = of_x, *_parameters(made, x), dy, after.dfinal, dx, dinitial, None, parts
+    all_strides = of_x.strides, dy.strides, dx.strides, (), strides(x.initial_state), strides(after.dfinal)
     step = _along(p, chip, convolve_backward, x.x.dtype, pointers, all_strides, (ADJOINING, ADJOINING))
-    return Plan((step, sum_parts(parts, shape, dweight, p.W, dbias)), tuple(made), results)
+    return Plan((step, sum_parts(parts, dweight, dbias)), tuple(made), results)
 
 
 def plan_convolve_heads(p: ConvolutionProblem, chip: Chip, x: ConvolvedHeads) -> Plan:
@@ -90,11 +86,11 @@ def plan_convolve_heads(p: ConvolutionProblem, chip: Chip, x: ConvolvedHeads) ->
     y = [made.like(f"{name} convolved", t) for name, t in zip("qkv", x, strict=False)]
     if 0 in x.q.shape:
         return Plan((), tuple(made), tuple(y))
-    (q, k, v), weights, bounds, layouts = _of_heads(made, x)
+    (q, k, v), weights, bounds = _of_heads(made, x)
     pointers = q, weights[0], None, None, bounds, y[0], None, (k, weights[1], y[1], v, weights[2], y[2])
-    of_q, of_k, of_v = (t.strides[:3] for t in layouts)
+    of_q, of_k, of_v = (t.strides[:3] for t in (q, k, v))
     all_strides = of_q, (*of_k, *of_v), NO_STRIDES
-    step = _along(p, chip, convolve, x.q.dtype, pointers, all_strides, (pitched(layouts),))
+    step = _along(p, chip, convolve, x.q.dtype, pointers, all_strides, (pitched((q, k, v)),))
     return Plan((step,), tuple(made), tuple(y))
 
 
@@ -107,17 +103,17 @@ def plan_convolve_heads_backward(
     dweight = made.new("dweight", (p.D, p.W), x.q_weight.dtype, 0.0 if empty else None) if weights else None
     if empty:
         return Plan((), tuple(made), (dweight,))
-    (q, k, v), taps, bounds, layouts = _of_heads(made, x)
+    (q, k, v), taps, bounds = _of_heads(made, x)
     shape = count_pieces(p, cut_of("convolve_backward", p, chip, x.q.dtype).BT), p.W, p.D
     parts = made.new("parts", shape, torch.float32) if weights else None
-    others = k, taps[1], "dk", "to_k", v, taps[2], "dv", "to_v"
-    pointers = q, taps[0], None, None, bounds, "dq", None, "to_q", None, others, parts
-    of_q, of_k, of_v = ([t.strides[:3] for t in part] for part in zip(layouts, d, to, strict=True))
+    others = k, taps[1], d.dk, to.to_k, v, taps[2], d.dv, to.to_v
+    pointers = q, taps[0], None, None, bounds, d.dq, None, to.to_q, None, others, parts
+    of_q, of_k, of_v = ([t.strides[:3] for t in part] for part in zip((q, k, v), d, to, strict=True))
     all_strides = *of_q, tuple(chain(*of_k, *of_v)), NO_STRIDES, NO_STRIDES
-    heads = pitched(layouts), pitched(to)
+    heads = pitched((q, k, v)), pitched(to)
     steps = [_along(p, chip, convolve_backward, x.q.dtype, pointers, all_strides, heads)]
     if weights:
-        steps += [sum_parts(parts, shape, dweight, p.W)]
+        steps += [sum_parts(parts, dweight)]
     return Plan(tuple(steps), tuple(made), (dweight,))
 
 
@@ -130,8 +126,8 @@ def plan_convolve_token(p: ConvolutionProblem, chip: Chip, x: Convolved) -> Plan
     y, BD = made.like("y", x.x), min(TOKEN.BV, next_power_of_2(p.D))
     if 0 in x.x.shape:
         return Plan((), tuple(made), (y,))
-    weight, bias = made.whole("weight", x.weight), made.whole("bias", x.bias)
-    arguments = "x", "initial_state", weight, bias, y, x.x.strides[:2], x.initial_state.strides
+    weight, bias = made.whole(x.weight), made.whole(x.bias)
+    arguments = x.x, x.initial_state, weight, bias, y, x.x.strides[:2], x.initial_state.strides
     constants = {"D": p.D, "W": p.W, "BD": BD, "SILU": p.activation is not None}
     step = Step(convolve_token, (p.N * -(-p.D // BD), 1, 1), TOKEN, arguments, constants)
     return Plan((step,), tuple(made), (y,))
@@ -147,25 +143,20 @@ def pitched(tensors: Sequence[Layout]) -> tuple[int | None, int | None]:
     return q or k, v
 
 
-def _parameters(made: Making, x: Convolved) -> tuple[str | None, ...]:
+def _parameters(made: Making, x: Convolved) -> tuple[Layout | None, ...]:
     """The weight, bias, initial state and bounds, all but the state contiguous."""
-    state = names_of(x)["initial_state"]
-    return made.whole("weight", x.weight), made.whole("bias", x.bias), state, made.whole("cu_seqlens", x.cu_seqlens)
+    return made.whole(x.weight), made.whole(x.bias), x.initial_state, made.whole(x.cu_seqlens)
 
 
-def _unit(made: Making, name: str, t: Layout) -> tuple[str, tuple[int, ...]]:
-    """A tensor with contiguous channels, as nearly all have, and its strides."""
-    return (name, t.strides) if has_unit_stride(t) else (made.without_gaps(name, t), contiguous(t.shape))
+def _unit(made: Making, t: Layout) -> Layout:
+    """A tensor with contiguous channels, as nearly all have."""
+    return t if has_unit_stride(t) else made.without_gaps(t)
 
 
-def _of_heads(
-    made: Making, x: ConvolvedHeads
-) -> tuple[list[str], list[str | None], str | None, list[Layout]]:  # fmt: skip
-    """q, k and v with contiguous channels in each head, contiguous weights and bounds; the layouts of q, k and v."""
-    found = [_unit(made, name, t) for name, t in zip("qkv", x, strict=False)]
-    layouts = [Layout(t.shape, strides, t.dtype) for t, (_, strides) in zip(x, found, strict=False)]
-    *weights, bounds = (made.whole(name, t) for name, t in zip(x._fields[3:], x[3:], strict=True))
-    return [name for name, _ in found], weights, bounds, layouts
+def _of_heads(made: Making, x: ConvolvedHeads) -> tuple[list[Layout], list[Layout], Layout | None]:
+    """q, k and v with contiguous channels in each head, contiguous weights and bounds."""
+    *weights, bounds = map(made.whole, x[3:])
+    return [_unit(made, t) for t in x[:3]], weights, bounds
 
 
 def _along(

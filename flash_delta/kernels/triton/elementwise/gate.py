@@ -103,7 +103,7 @@ def plan_gate(p: GateProblem, chip: Chip, x: Gated) -> Plan:
     if 0 in x.g.shape:
         return Plan((), tuple(made), (y,))
     (blocks, rows), constants = _tile(p, NUMBERS)
-    (g, strides), M = _heads(made, p, "g", x.g), prod(x.g.shape) // (p.HV * p.K)
+    (g, strides), M = _heads(made, p, x.g), prod(x.g.shape) // (p.HV * p.K)
     arguments = g, *_parameters(made, x), y, M, p.gate.bound or 0.0, *strides
     return Plan((Step(decay, (-(-M // rows), blocks, 1), WARPS, arguments, constants),), tuple(made), (y,))
 
@@ -117,22 +117,22 @@ def plan_gate_backward(p: GateProblem, chip: Chip, x: Gated, after: GateGradient
     parts = made.new("parts", (programs, 2, p.HV, p.K), torch.float32)
     if not M:
         return Plan((), tuple(made), (dg, parts))
-    (g, strides), (dy, dy_strides) = _heads(made, p, "g", x.g), _heads(made, p, "dy", after.dy)
+    (g, strides), (dy, dy_strides) = _heads(made, p, x.g), _heads(made, p, after.dy)
     numbers = M, p.gate.bound or 0.0, programs * rows, *strides, *dy_strides
     arguments = g, *_parameters(made, x), dy, dg, parts, *numbers
     return Plan((Step(decay_backward, (programs, blocks, 1), WARPS, arguments, constants),), tuple(made), (dg, parts))
 
 
-def _heads(made: Making, p: GateProblem, name: str, t: Layout) -> tuple[str, tuple[int, ...]]:
+def _heads(made: Making, p: GateProblem, t: Layout) -> tuple[Layout, tuple[int, ...]]:
     """A tensor as rows [M, HV, K], without a copy if strides allow it, and its strides."""
     if p.gate.kind == "channel":
-        return made.rows(name, t, 2)
-    name, strides = made.rows(name, t, 1)
-    return name, (*strides, 1)
+        return made.rows(t, 2)
+    rows, strides = made.rows(t, 1)
+    return rows, (*strides, 1)
 
 
-def _parameters(made: Making, x: Gated) -> tuple[str | None, str | None]:
-    return made.whole("A_log", x.A_log), made.whole("dt_bias", x.dt_bias)
+def _parameters(made: Making, x: Gated) -> tuple[Layout | None, Layout | None]:
+    return made.whole(x.A_log), made.whole(x.dt_bias)
 
 
 def _tile(p: GateProblem, numbers: int) -> tuple[tuple[int, int], dict[str, int | bool]]:

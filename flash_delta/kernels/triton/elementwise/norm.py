@@ -17,7 +17,7 @@ import triton.language as tl
 
 from flash_delta.kernels.device.activation import sigmoid
 from flash_delta.kernels.runtime.chip import Chip, Tile, next_power_of_2
-from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, contiguous, has_unit_stride, row_stride
+from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, has_unit_stride, row_stride
 from flash_delta.kernels.triton.elementwise.total import sum_parts
 from flash_delta.problem import Normalized, NormProblem
 
@@ -126,8 +126,8 @@ def plan_norm(p: NormProblem, chip: Chip, x: Normalized) -> Plan:
     if 0 in x.x.shape:
         return Plan((), tuple(made), (y,))
     M, BD, rows, t = prod(x.x.shape[:-1]), *row_tile(p.D, ROWS)
-    (of_x, x_row), (gate, heads, gate_strides) = _rows(made, "x", x.x, p.D), _gate(made, "gate", x.gate, p.D)
-    arguments = of_x, gate, made.whole("weight", x.weight), y, M, p.eps, x_row, gate_strides
+    (of_x, x_row), (gate, heads, gate_strides) = _rows(made, x.x, p.D), _gate(made, x.gate, p.D)
+    arguments = of_x, gate, made.whole(x.weight), y, M, p.eps, x_row, gate_strides
     constants = {"D": p.D, "BD": BD, "ROWS": rows, "HEADS": heads, "ACTIVATION": p.activation}
     return Plan((Step(normalize, (-(-M // rows), 1, 1), t, arguments, constants),), tuple(made), (y,))
 
@@ -144,49 +144,47 @@ def plan_norm_backward(
         return Plan((), tuple(made), results)
     M, BD, rows, t = prod(x.x.shape[:-1]), *row_tile(p.D, BACKWARD_ROWS)
     programs = min(PROGRAMS, -(-M // rows))
-    (of_x, x_row), (dy, dy_row) = _rows(made, "x", x.x, p.D), _rows(made, "dy", after.dy, p.D)
+    (of_x, x_row), (dy, dy_row) = _rows(made, x.x, p.D), _rows(made, after.dy, p.D)
     # If only one of the gate and its gradient has all rows equally far apart, both are taken by heads.
     by_heads = after.to_gate is not None and None in (_row_of(x.gate, p.D), _row_of(after.to_gate, p.D))
-    gate, heads, gate_strides = _gate(made, "gate", x.gate, p.D, by_heads)
-    to, _, dgate_strides = _gate(made, "to_gate", after.to_gate, p.D, by_heads)
-    if to not in (None, "to_gate"):
+    gate, heads, gate_strides = _gate(made, x.gate, p.D, by_heads)
+    to, _, dgate_strides = _gate(made, after.to_gate, p.D, by_heads)
+    if to is not after.to_gate:
         raise ValueError(f"dgate: expected rows of {p.D} numbers without gaps, got strides {after.to_gate.strides}")
     parts = made.new("parts", (programs, 1, p.D), torch.float32) if weights else None
-    pointers = of_x, gate, made.whole("weight", x.weight), dy, dx, to or dgate, parts
+    pointers = of_x, gate, made.whole(x.weight), dy, dx, to or dgate, parts
     numbers = M, p.eps, programs * rows, x_row, gate_strides, dgate_strides, dy_row
     constants = {"D": p.D, "BD": BD, "ROWS": rows, "HEADS": heads, "GIVEN": after.to_gate is not None}
     constants |= {"ACTIVATION": p.activation}
     steps = [Step(normalize_backward, (programs, 1, 1), t, (*pointers, *numbers), constants)]
     if weights:
-        steps += [sum_parts(parts, (programs, 1, p.D), dweight, 1)]
+        steps += [sum_parts(parts, dweight)]
     return Plan(tuple(steps), tuple(made), results)
 
 
 plan_norm_backward_without_weight = partial(plan_norm_backward, weights=False)
 
 
-def _rows(made: Making, name: str, t: Layout, D: int) -> tuple[str, int]:
+def _rows(made: Making, t: Layout, D: int) -> tuple[Layout, int]:
     """A tensor as rows of D numbers, all equally far apart, and the stride between them."""
     row = _row_of(t, D)
-    return (made.without_gaps(name, t), D) if row is None else (name, row)
+    return (made.without_gaps(t), D) if row is None else (t, row)
 
 
 def _gate(
-    made: Making, name: str, t: Layout | None, D: int, by_heads: bool = False
-) -> tuple[str | None, tuple[int, int], tuple[int, int]]:  # fmt: skip
+    made: Making, t: Layout | None, D: int, by_heads: bool = False
+) -> tuple[Layout | None, tuple[int, int], tuple[int, int]]:  # fmt: skip
     """A gate as [tokens, groups, D of the heads of a group], the heads of a token and of a group, and the strides of
     its first two axes. If all rows are equally far apart, each is a group, unless it is wanted ``by_heads``."""
     if t is None:
         return None, (1, 1), (0, 0)
     if not by_heads and (t.dim() < 3 or _row_of(t, D) is not None):
-        name, row = _rows(made, name, t, D)
-        return name, (1, 1), (row, D)
+        rows, row = _rows(made, t, D)
+        return rows, (1, 1), (row, D)
     groups, of_group = t.shape[-2], t.shape[-1] // D
     heads = groups * of_group, of_group
-    if not has_unit_stride(t):
-        return made.without_gaps(name, t), heads, contiguous(t.shape)[-3:-1]
-    name, (token, group, _) = made.rows(name, t, 2)
-    return name, heads, (token, group)
+    rows, (token, group, _) = made.rows(t if has_unit_stride(t) else made.without_gaps(t), 2)
+    return rows, heads, (token, group)
 
 
 def _row_of(t: Layout, D: int) -> int | None:

@@ -2,12 +2,9 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.launch import launch_step
-from flash_delta.kernels.runtime.plan import Step
+from flash_delta.kernels.runtime.plan import Layout, Step
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -30,14 +27,8 @@ TOTAL = Tile(4, 1, 16)
 SUMMED = 128  # rows in a step of ``total``
 
 
-def sum_parts(parts: str, shape: tuple[int, int, int], dweight: str, W: int, dbias: str | None = None) -> Step:
-    """``parts`` of ``shape`` [P, rows, D] to dweight [D, W], and with one more row to dbias [D]."""
-    P, rows, D = shape
-    constants = {"D": D, "W": W, "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
+def sum_parts(parts: Layout, dweight: Layout, dbias: Layout | None = None) -> Step:
+    """``parts`` [P, rows, D] to dweight [D, W], and with one more row to dbias [D]."""
+    P, rows, D = parts.shape
+    constants = {"D": D, "W": rows - (dbias is not None), "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
     return Step(total, (-(-D // TOTAL.BV), rows, 1), TOTAL, (parts, dweight, dbias, P), constants)
-
-
-def run_sum(c: Call, parts: Tensor, sums: Tensor) -> None:
-    """Sums parts [P, D] over P, always in the same order."""
-    step = sum_parts("parts", (len(parts), 1, parts.shape[1]), "sums", 1)
-    launch_step(c, step, {"parts": parts, "sums": sums})

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_tile, pitch, rows_of
 from flash_delta.kernels.runtime.arguments import launch_rule, strides
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.workspace import Factors, Solved
 from flash_delta.kernels.triton.forward.products import dither, times_inverse, unit_of
@@ -126,11 +126,11 @@ def factor(
         tl.store(X + (head * C + i[:, None]) * KP + c[None, :], x.to(ty), mask=(c < KP)[None, :])
 
 
-def run_factor(c: Call, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
+def run_factor(c: AnyCall, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
     """``follows``: the launch before it belongs to the same call."""
     p, x = c.p, c.x
     launch_rule(
         c, factor, (x.q, x.k, x.cu_seqlens, *s, *f),
-        (count_slots(p), p.H, 1), t or tile("factor", p, c.shape.chip),
+        (count_slots(p), p.H, 1), t or tile("factor", p, c.chip),
         p.N, p.T, p.scale, strides(x.q), strides(x.k), follows=follows,
     )  # fmt: skip

@@ -30,7 +30,6 @@ The columns of Phi are those of a state that starts as the identity and gets no 
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import (
     C,
@@ -50,14 +49,14 @@ from flash_delta.kernels.device.slots import find_state, load_slot
 from flash_delta.kernels.runtime.arguments import (
     checkpoint_table,
     count_checkpoints,
-    every,
     launch_rule,
     states,
     strides,
     table,
 )
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Operand
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
 from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
 from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, scan_launches, scan_operands
@@ -374,8 +373,8 @@ def scan(
 
 
 def run_scan(
-    c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor | None, r: Residual | None, *choice: Tile,
-    slots: Slots | None = None,
+    c: AnyCall, ch: Channels, s: Solved, f: Factors, o: Operand, final: Operand | None, r: Residual | None,
+    *choice: Tile, slots: Slots | None = None,
 ) -> None:  # fmt: skip
     """Launches scan and output. ``r``: tensors to write for the backward pass. ``slots``: those of a pool."""
     p, x, kernel = c.p, c.x, "scan" if r is None else "scan_kept"
@@ -385,10 +384,10 @@ def run_scan(
         indices = (slots.read_indices, slots.write_indices, slots.has_initial_state, slots.checkpoint_indices)
         indices += (slots.checkpoint_offsets,)
         every_chunks = min(p.pools.checkpoint_every, p.T + C) // C
-        counts = (len(final), p.pools.null_slot, count_checkpoints(slots), every_chunks)
+        counts = (final.shape[0], p.pools.null_slot, count_checkpoints(slots), every_chunks)
 
     pointers = (*scan_operands(c, ch, s, f), initial, o, final, *(r or (None,) * 3), *indices)
-    for w in scan_launches(kernel, p, c.shape.chip, every(c), *choice):
+    for w in scan_launches(kernel, p, c.chip, c.every, *choice):
         t = w.tile
         launch_rule(
             c, scan, pointers, scan_grid(p, w), t,

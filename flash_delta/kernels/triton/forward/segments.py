@@ -15,17 +15,17 @@ and a new length compiles nothing.
 The backward pass does the same from right to left (backward/segments.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow
-from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, states, strides
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.arguments import columns, launch_rule, states, strides
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile, precision
+from flash_delta.kernels.runtime.plan import Making, Operand
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
 from flash_delta.kernels.triton.forward.scan import load_state, scan, store_state
 from flash_delta.kernels.triton.forward.scan_launches import copies, scan_operands
@@ -82,66 +82,72 @@ class SegmentedScan(NamedTuple):
     """How sequences are split, and the tensors that the kernels pass to each other."""
 
     split: Segments
-    maps: Tensor  # [slots, HV, V + K, K] float32: B^T, and after it Phi^T
-    starts: Tensor  # [slots, HV, V, K] float32
+    maps: Any  # [slots, HV, V + K, K] float32: B^T, and after it Phi^T
+    starts: Any  # [slots, HV, V, K] float32
 
 
-def new_segmented_scan(p: Problem, split: Segments | None) -> SegmentedScan | None:
-    """Makes the memory of a scan in segments. None if sequences are not split."""
+def new_segmented_scan(p: Problem, split: Segments | None, made: Making | None = None) -> SegmentedScan | None:
+    """The memory of a scan in segments, in a plan or for a call that is not planned. None if sequences are not
+    split."""
     if split is None:
         return None
-    slots = count_slots(p, split.length)
-    maps, starts = (
-        torch.empty(slots, p.HV, rows, p.K, dtype=torch.float32, device=p.device) for rows in (p.V + p.K, p.V)
-    )
+    maps, starts = (new_states(p, split, rows, made, name) for rows, name in ((p.V + p.K, "maps"), (p.V, "starts")))
     return SegmentedScan(split, maps, starts)
 
 
+def new_states(p: Problem, split: Segments, rows: int, made: Making | None, name: str) -> Any:
+    """Memory for a matrix of every segment [slots, HV, rows, K]."""
+    shape = count_slots(p, split.length), p.HV, rows, p.K
+    if made is None:
+        return torch.empty(shape, dtype=torch.float32, device=p.device)
+    return made.new(name, shape, torch.float32)
+
+
 def run_segmented_scan(
-    c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan | None
+    c: AnyCall, ch: Channels, s: Solved, f: Factors, o: Operand, final: Operand, w: SegmentedScan | None
 ) -> None:
     """Does the same as `run_scan`, for a call that saves nothing and has no pool. Without ``w`` it does nothing.
 
     While compiling it compiles everything that calls of other sizes may launch, for any ``w``.
     """
-    if every(c):
-        w = new_segmented_scan(c.p._replace(N=1, T=0), plan_endless(c.p, c.shape.chip))
+    if c.every:
+        w = new_segmented_scan(c.p._replace(N=1, T=0), plan_endless(c.p, c.chip), c.made)
     if w is not None:
         run_maps(c, ch, s, f, w)
         run_compose(c, w)
         run_segments(c, ch, s, f, o, final, w)
 
 
-def run_maps(c: Call, ch: Channels, s: Solved, f: Factors, w: SegmentedScan, *, follows: bool = True) -> None:
+def run_maps(c: AnyCall, ch: Channels, s: Solved, f: Factors, w: SegmentedScan, *, follows: bool = True) -> None:
     initial = c.x.initial_state
     pointers = (*scan_operands(c, ch, s, f), initial, None, w.maps, *NOTHING)
     _run_scan(c, w, pointers, w.split.maps, initial, by_value(w.maps), output=False, follows=follows)
 
 
-def run_compose(c: Call, w: SegmentedScan) -> None:
+def run_compose(c: AnyCall, w: SegmentedScan) -> None:
     compose_states(c, w, w.maps, w.starts, c.x.initial_state, back=False)
 
 
 def compose_states(
-    c: Call, w: SegmentedScan, values: Tensor, starts: Tensor, initial: Tensor | None, *, back: bool
+    c: AnyCall, w: SegmentedScan, values: Operand, starts: Operand, initial: Operand | None, *, back: bool
 ) -> None:
     p, t = c.p, w.split.compose
     pointers = values, w.maps, starts, c.x.cu_seqlens, initial
     launch_rule(
         c, compose, pointers, (-(-p.V // columns(p, t)), p.HV, p.N), t,
         p.N, p.T, w.split.length, *map(by_value, (values, w.maps, starts)), states(p, initial),
-        INITIAL=initial is not None, BACK=back, PRECISION=precision(torch.float32, c.shape.chip), follows=True,
+        INITIAL=initial is not None, BACK=back, PRECISION=precision(torch.float32, c.chip), follows=True,
     )  # fmt: skip
 
 
-def run_segments(c: Call, ch: Channels, s: Solved, f: Factors, o: Tensor, final: Tensor, w: SegmentedScan) -> None:
+def run_segments(c: AnyCall, ch: Channels, s: Solved, f: Factors, o: Operand, final: Operand, w: SegmentedScan) -> None:
     pointers = (*scan_operands(c, ch, s, f), w.starts, o, final, *NOTHING)
-    for t in segment_tiles(c.p, c.shape.chip) if every(c) else (w.split.scan,):
+    for t in segment_tiles(c.p, c.chip) if c.every else (w.split.scan,):
         _run_scan(c, w, pointers, t, None, states(c.p, final), output=True, follows=True)
 
 
 def _run_scan(
-    c: Call, w: SegmentedScan, pointers: tuple, t: Tile, initial: Tensor | None, final: tuple[int, ...], *,
+    c: AnyCall, w: SegmentedScan, pointers: tuple, t: Tile, initial: Operand | None, final: tuple[int, ...], *,
     output: bool, follows: bool,
 ) -> None:  # fmt: skip
     """Launches a scan of segments. For maps it starts from ``initial``. For outputs it starts from the states of
@@ -156,6 +162,7 @@ def _run_scan(
     )  # fmt: skip
 
 
-def by_value(t: Tensor) -> tuple[int, ...]:
+def by_value(t: Any) -> tuple[int, ...]:
     """Strides of (slot, head, key, value) of states in the layout of a scan."""
-    return t.mT.stride()
+    slot, head, value, key = t.stride()
+    return slot, head, key, value

@@ -27,23 +27,20 @@ Only the device knows the indices. An index that names no slot is never used as 
 stores.
 """
 
-from collections.abc import Iterable, Mapping
 from math import gcd
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, follow
 from flash_delta.kernels.device.slots import as_slot, find_state, load_index, load_slot
-from flash_delta.kernels.runtime.arguments import columns, every, short, states, step_of, table
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import Chip, Tile
-from flash_delta.kernels.runtime.launch import launch_step
-from flash_delta.kernels.runtime.plan import Layout, Step, names_of
+from flash_delta.kernels.runtime.arguments import columns, launch_rule, short, states, table
+from flash_delta.kernels.runtime.calls import AnyCall
+from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Layout, Operand
 from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
 from flash_delta.kernels.triton.tiles import decode_tiles
-from flash_delta.problem import Around, Inputs, Problem, Slots
+from flash_delta.problem import Problem, Slots
 
 
 @triton.jit
@@ -220,46 +217,29 @@ def decode(
             tl.debug_barrier()  # threads of a later token load what threads of this one stored
 
 
-def decode_steps(
-    p: Problem, chip: Chip, x: Inputs, s: Slots, names: Mapping[str, str | None], tiles: Iterable[Tile], *,
-    after: bool = False,
-) -> list[Step]:  # fmt: skip
-    """A step for each tile. ``names``: of the tensors of ``x`` and ``s``, and of o. In a prefill, rows are sequences.
-    ``after``: the convolution is launched before. Products and sums are not fused, since the compiler's choice would
-    depend on the other code."""
-    pools, apart, n = p.pools, s.write_pool is not None, names
-    (pool, to), (source, of) = (s.write_pool, n["write_pool"]), (s.state_pool, n["state_pool"])
-    if not apart:
-        (pool, to), (source, of) = (source, of), (x.initial_state, n["initial_state"])
+def run_decode(c: AnyCall, s: Slots, o: Operand, choice: Tile | None = None, *, after: bool = False) -> None:
+    """Launches `decode`. In a prefill, rows are sequences. ``after``: the convolution is launched before. Products and
+    sums are not fused, since the compiler's choice would depend on the other code."""
+    p, x, pools, apart = c.p, c.x, c.p.pools, s.write_pool is not None
+    pool, source = (s.write_pool, s.state_pool) if apart else (s.state_pool, x.initial_state)
     one, beside = alone(p), short(p) > 0 and not p.recurrent  # beside: it runs with the kernels of a prefill
     units = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta)]
     rows = p.N + (pools.most_tokens > 0) if p.packed else p.B
     slot, *inner = states(p, pool)
     pointers = (
-        *(n[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")), of, to, n["read_indices"],
-        n["write_indices"], n["num_accepted_tokens"], n["parent_idx"], n["has_initial_state"], n["cu_seqlens"], n["o"],
+        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, source, pool, s.read_indices, s.write_indices,
+        s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens, o,
     )  # fmt: skip
-    return [
-        step_of(
-            p, chip, x, decode, pointers, (rows * p.HV * -(-p.V // columns(p, chosen)) + beside, 1, 1), chosen,
+    for t in decode_tiles(p, c.chip, c.every) if choice is None else (choice,):
+        launch_rule(
+            c, decode, pointers, (rows * p.HV * -(-p.V // columns(p, t)) + beside, 1, 1), t,
             p.N, p.T, pools.most_tokens or None, s.state_pool.shape[0], pool.shape[0] if apart else None,
             pools.null_slot, 1 if s.read_indices is None else s.read_indices.shape[-1], first_written_of(p, s), p.scale,
             p.gate.bound or 0.0, p.beta_range, source.stride(0) if apart else None, slot,
             token_stride(pool, 4), *(count for counts, _ in units for count in counts), *rows_of(s),
             *(strides for _, strides in units), AFTER=after, ROLLING=pools.rolling, ALONE=one, STRIDES=tuple(inner),
-            SOURCE=None if source is None else states(p, source)[1:],
-            follows=beside or after, contracts=False,
-        )
-        for chosen in tiles
-    ]  # fmt: skip
-
-
-def run_decode(c: Call, o: Tensor, *choice: Tile) -> None:
-    """Launches `decode` in a prefill. ``c.more`` are the call's `Slots` and `Around`."""
-    s, _ = opened(c)
-    tiles, names = choice or decode_tiles(c.p, c.shape.chip, every(c)), names_of(c.x) | names_of(s) | {"o": "o"}
-    for step in decode_steps(c.p, c.shape.chip, c.x, s, names, tiles):
-        launch_step(c, step, c.x._asdict() | s._asdict() | {"o": o})
+            SOURCE=None if source is None else states(p, source)[1:], follows=beside or after, contracts=False,
+        )  # fmt: skip
 
 
 def first_written_of(p: Problem, s: Slots) -> int:
@@ -277,14 +257,9 @@ def rows_of(s: Slots) -> tuple[int, ...]:
     return *read, accepted[0], *write, *parents, has[0]
 
 
-def token_stride(pool: Tensor | Layout | None, axes: int) -> int | None:
+def token_stride(pool: Operand | Layout | None, axes: int) -> int | None:
     """The stride between tokens in a row of a pool. None if the pool has slots, which hold one state or window."""
     return None if pool is None or pool.dim() == axes else pool.stride(1)
-
-
-def opened(c: Call) -> tuple[Slots, Around]:
-    """The parts of ``c.more`` in a serving call."""
-    return Slots(*c.more[: len(Slots._fields)]), Around(*c.more[len(Slots._fields) :])
 
 
 def alone(p: Problem) -> bool:
@@ -299,7 +274,7 @@ def unit(row: int, token: int, one: bool) -> int:
     return gcd(row, 0 if one else token, 16)
 
 
-def counted(t: Tensor | Layout | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:
+def counted(t: Operand | Layout | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Strides of (row, token) in units, and of (unit, head, channel)."""
     if t is None:
         return (0, 0), (0, 0, 0)

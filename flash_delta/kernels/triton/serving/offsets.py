@@ -17,8 +17,8 @@ import triton.language as tl
 
 from flash_delta.kernels.device.chunk import bounds
 from flash_delta.kernels.device.slots import load_slot
-from flash_delta.kernels.runtime.arguments import columns, every, launch_rule, states, table
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.arguments import columns, launch_rule, states, table
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
 from flash_delta.kernels.triton.serving.decode import counted, load_state, state_at, tile_of
 from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
@@ -87,7 +87,7 @@ def scan_to_offset(
     tl.store(state_at(tile, slot, slot_stride), S.to(pool.dtype.element_ty), mask=inside)
 
 
-def run_scan_to_offset(c: Call, s: Slots, *, before: bool) -> None:
+def run_scan_to_offset(c: AnyCall, s: Slots, *, before: bool) -> None:
     """Launches it before the other kernels of a call, or after them. The tiles are those of `decode`, since the sums
     are the same."""
     p, x = c.p, c.x
@@ -95,10 +95,10 @@ def run_scan_to_offset(c: Call, s: Slots, *, before: bool) -> None:
     pointers = (x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, s.state_pool, *indices, x.cu_seqlens)
     per_token = [counted(t, False) for t in (x.k, x.v, x.g, x.beta)]
     slot, *inner = states(p, s.state_pool)
-    for t in decode_tiles(p, c.shape.chip, every(c)):
+    for t in decode_tiles(p, c.chip, c.every):
         launch_rule(
             c, scan_to_offset, pointers, (p.N * p.HV * -(-p.V // columns(p, t)), 1, 1), t,
-            p.N, p.T, len(s.state_pool), p.pools.null_slot, p.gate.bound or 0.0, p.beta_range, slot,
+            p.N, p.T, s.state_pool.shape[0], p.pools.null_slot, p.gate.bound or 0.0, p.beta_range, slot,
             *(token for (_, token), _ in per_token), *(table(t)[0] for t in indices),
             *(strides for _, strides in per_token), STRIDES=tuple(inner), BEFORE=before, contracts=False,
         )  # fmt: skip

@@ -18,6 +18,7 @@ stays 0 for any gate.
 
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import triton
@@ -28,8 +29,9 @@ from flash_delta.kernels.device.activation import sigmoid
 from flash_delta.kernels.device.chunk import bounds, find_slot, follow
 from flash_delta.kernels.device.slots import load_slot
 from flash_delta.kernels.runtime.arguments import checkpoint_table, count_checkpoints, launch_rule, table, tokens
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Layout, Making, Operand
 from flash_delta.kernels.triton.elementwise.convolution import (
     Cut,
     choose_cut,
@@ -42,8 +44,7 @@ from flash_delta.kernels.triton.elementwise.convolution import (
 from flash_delta.kernels.triton.elementwise.convolution_plans import strides
 from flash_delta.kernels.triton.elementwise.norm import ROWS, activate, reciprocal_rms, row_tile
 from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
-from flash_delta.kernels.triton.serving.decode import opened
-from flash_delta.problem import Inputs, Problem
+from flash_delta.problem import Around, Inputs, Problem, Slots
 
 
 @triton.jit
@@ -265,12 +266,18 @@ def finish_prompts(
 
 
 def new_convolved(p: Problem) -> tuple[Tensor, ...]:
-    """Memory for q, k and v after the convolution, if there is one. For decoding it is float32. Prompts are one row.
-    Its stride is 0, so that no length changes the compiled code of the rule's kernels."""
-    dtype = torch.float32 if p.recurrent else p.dtype
-    new, row = partial(torch.empty_strided, dtype=dtype, device=p.device), p.T if p.recurrent else 0
+    """Memory for q, k and v of prompts after the convolution, if there is one, for a call that is not planned. Prompts
+    are one row. Its stride is 0, so that no length changes the compiled code of the rule's kernels."""
+    new = partial(torch.empty_strided, dtype=p.dtype, device=p.device)
     sizes = sizes_of(p) if p.pools.taps else ()
-    return tuple(new((p.B, p.T, *size), (row * prod(size), prod(size), size[1], 1)) for size in sizes)
+    return tuple(new((p.B, p.T, *size), (0, prod(size), size[1], 1)) for size in sizes)
+
+
+def make_convolved(made: Making, p: Problem) -> tuple[Layout, ...]:
+    """Makes the same memory in a plan."""
+    tensors = [(name, (p.B, p.T, *size)) for name, size in zip("qkv", sizes_of(p), strict=True) if p.pools.taps]
+    laid = (made.new(f"{name} convolved", shape, p.dtype) for name, shape in tensors)
+    return tuple(Layout(t.shape, (0, *t.strides[1:]), t.dtype, name=t.name) for t in laid)
 
 
 def sizes_of(p: Problem) -> tuple[tuple[int, int], ...]:
@@ -279,36 +286,37 @@ def sizes_of(p: Problem) -> tuple[tuple[int, int], ...]:
 
 
 def convolved_bytes(p: Problem) -> int:
-    """The bytes of this memory, as `run` rounds them."""
-    tensors = new_convolved(p._replace(device=torch.device("meta")))
-    return sum(-(-t.nbytes // 256) * 256 for t in tensors)
+    """The bytes of q, k and v after the convolution, if there is one. For decoding they are float32."""
+    width = torch.float32.itemsize if p.recurrent else p.dtype.itemsize
+    sizes = sizes_of(p) if p.pools.taps else ()
+    return sum(-(-p.B * p.T * prod(size) * width // 256) * 256 for size in sizes)
 
 
-def with_convolved(x: Inputs, convolved: tuple[Tensor, ...]) -> Inputs:
+def with_convolved(x: Inputs, convolved: tuple[Any, ...]) -> Inputs:
     """The inputs of the rule, with q, k and v after the convolution."""
     return x._replace(**dict(zip("qkv", convolved, strict=True))) if convolved else x
 
 
-def run_before(c: Call, convolved: tuple[Tensor, ...]) -> Call:
+def run_before(c: AnyCall, s: Slots, around: Around, convolved: tuple[Any, ...]) -> AnyCall:
     """Launches the convolution, if there is one. Returns the call of the rule, without convolution and norm."""
-    p, x, s, around = c.p, c.x, *opened(c)
+    p, x = c.p, c.x
     if convolved:
         w, blocks = cut_of_prompts(c)
         indices = (s.read_indices, s.write_indices, s.has_initial_state)
         pointers = (*x[:3], x.cu_seqlens, *around[:3], *indices, *convolved)
         launch_rule(
             c, convolve_prompts, pointers, (count_pieces(p, w.BT) * blocks if p.T else 0, 1, 1), Tile(w.warps, 1),
-            p.N, p.T, len(s.state_pool), p.pools.null_slot, *(table(t)[0] for t in indices),
+            p.N, p.T, s.state_pool.shape[0], p.pools.null_slot, *(table(t)[0] for t in indices),
             *(tokens(t) for t in x[:3]), around.conv_pool.stride(),
             W=p.pools.taps, INPUTS=p.pools.window, BLOCKS=blocks, BT=w.BT, BD=w.BD, G=w.G,
         )  # fmt: skip
     bare = p._replace(pools=p.pools._replace(taps=0, window=0, rolling=False, eps=None, activation=None))
-    return c._replace(p=bare, x=with_convolved(x, convolved), more=tuple(s))
+    return c._replace(p=bare, x=with_convolved(x, convolved))
 
 
-def run_after(c: Call, o: Tensor) -> None:
+def run_after(c: AnyCall, s: Slots, around: Around, o: Operand) -> None:
     """Launches the kernel for the norm and for writing windows, if there is a norm or a convolution."""
-    p, pools, x, s, around = c.p, c.p.pools, c.x, *opened(c)
+    p, pools, x = c.p, c.p.pools, c.x
     if not pools.taps and pools.eps is None:
         return
     (BV, rows, t), (w, blocks) = row_tile(p.V, ROWS), cut_of_prompts(c)
@@ -321,16 +329,16 @@ def run_after(c: Call, o: Tensor) -> None:
     pointers = (o, around.norm_gate, around.norm_weight, *inputs, x.cu_seqlens, around.conv_pool, *indices)
     launch_rule(
         c, finish_prompts, pointers, (normed + written, 1, 1), t,
-        p.N, p.T, len(s.state_pool), pools.null_slot, columns, pools.checkpoint_every,
+        p.N, p.T, s.state_pool.shape[0], pools.null_slot, columns, pools.checkpoint_every,
         *(table(t)[0] for t in indices[:3]), *checkpoint_table(*indices[3:]), pools.eps or 0.0,
         *(tokens(t) for t in (around.norm_gate, *inputs)), strides(around.conv_pool), BV=BV, ROWS=rows,
         ACTIVATION=pools.activation, INPUTS=pools.window, BLOCKS=blocks, BD=w.BD,
     )  # fmt: skip
 
 
-def cut_of_prompts(c: Call) -> tuple[Cut, int]:
+def cut_of_prompts(c: AnyCall) -> tuple[Cut, int]:
     """How the convolution is divided, and the number of blocks of channels of q, k and v."""
     p = c.p
     widths = [heads * width for heads, width in sizes_of(p)]
-    w = choose_cut("convolve", c.shape.chip, p.pools.taps, max(widths), p.dtype)._replace(BT=PROMPT_TOKENS)
+    w = choose_cut("convolve", c.chip, p.pools.taps, max(widths), p.dtype)._replace(BT=PROMPT_TOKENS)
     return w, sum(-(-width // w.BD) for width in widths)

@@ -12,7 +12,7 @@ are written after every token before the first padding token.
 `normalize_outputs` applies the gated norm to o in place. Padding stays 0 for any gate.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -20,18 +20,18 @@ import triton.language as tl
 
 from flash_delta.kernels.device.chunk import bounds, lead
 from flash_delta.kernels.device.slots import as_slot, find_column, find_state, load_index, load_slot
-from flash_delta.kernels.runtime.arguments import step_of
+from flash_delta.kernels.runtime.arguments import draft_of, launch_rule
 from flash_delta.kernels.runtime.chip import Chip, Tile
-from flash_delta.kernels.runtime.plan import Layout, Making, Plan, Step, laid_out, names_of
+from flash_delta.kernels.runtime.plan import Draft, Layout, Making, Plan
 from flash_delta.kernels.triton.elementwise.norm import row_tile
 from flash_delta.kernels.triton.serving.decode import (
     INDICES,
     alone,
     counted,
-    decode_steps,
     first_written_of,
     load_parent,
     rows_of,
+    run_decode,
     token_stride,
 )
 from flash_delta.kernels.triton.serving.prompts import (
@@ -42,12 +42,10 @@ from flash_delta.kernels.triton.serving.prompts import (
     tensor_of,
 )
 from flash_delta.kernels.triton.serving.window import convolve, load_taps, load_window, push, store_window, window_after
-from flash_delta.kernels.triton.tiles import decode_tiles
 from flash_delta.problem import Around, Inputs, Pools, Problem, Slots
 
 CHANNELS, WARPS = 128, 1  # per program of the convolution
 NUMBERS_OF_NORM = 1024  # per program
-VECTORS = "A_log", "dt_bias", "cu_seqlens"  # kernels take no strides of these, which are nearly always contiguous
 LIMIT = 2**31  # kernels count the numbers of a tensor of `plan_step` in 32 bits
 
 NUMBERS = [  # see decode.py
@@ -137,41 +135,34 @@ def normalize_outputs(
 
 
 def plan_decode(
-    p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, *, every: bool = False, choice: Tile | None = None
-) -> Plan:
+    p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, *, choice: Tile | None = None
+) -> Plan:  # fmt: skip
     """A decoding step, with convolution and norm if they are wanted. The pools are written in place. ``choice``: a tile
     instead of the usual one."""
-    made, steps = Making(), []
-    o = made.new("o", (p.B, p.T, p.HV, p.V), p.dtype) if s.out is None else "out"
-    names = names_of(x) | names_of(s) | names_of(around) | {"o": o}
-    names |= {name: made.whole(name, getattr(x, name)) for name in VECTORS}
+    c = draft_of(p, chip, x, choice)
+    o = c.made.new("o", (p.B, p.T, p.HV, p.V), p.dtype) if s.out is None else s.out
     if p.pools.taps:
         shapes = {name: (p.B, p.T, *size) for name, size in zip("qkv", sizes_of(p), strict=True)}
-        convolved = {name: made.new(f"{name} convolved", shape, torch.float32) for name, shape in shapes.items()}
-        steps += [_convolve_rows(p, chip, x, s, around, names, convolved)]
-        names |= convolved
-        x = x._replace(**{name: laid_out(shape, torch.float32) for name, shape in shapes.items()})
-    tiles = decode_tiles(p, chip, every) if choice is None else (choice,)
-    steps += decode_steps(p, chip, x, s, names, tiles, after=p.pools.taps > 0)
+        convolved = {name: c.made.new(f"{name} convolved", shape, torch.float32) for name, shape in shapes.items()}
+        _convolve_rows(c, s, around, convolved.values())
+        c = c._replace(x=c.x._replace(**convolved))
+    run_decode(c, s, o, None if c.every else choice, after=p.pools.taps > 0)
     if p.pools.eps is not None:
-        steps += [_normalize_outputs(p, chip, x, around, o)]
-    return Plan(tuple(steps), tuple(made), (o,))
+        _normalize_outputs(c, around, o)
+    return c.plan(o)
 
 
-def _convolve_rows(
-    p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, n: Mapping[str, str | None], to: Mapping[str, str]
-) -> Step:
-    """``n``: the names of all tensors. ``to``: those of q, k and v after the convolution."""
-    conv, target, pools = around.conv_pool, around.conv_write_pool, p.pools
+def _convolve_rows(c: Draft, s: Slots, around: Around, to: Iterable[Layout]) -> None:
+    """``to``: for q, k and v after the convolution."""
+    p, x, conv, target, pools = c.p, c.x, around.conv_pool, around.conv_write_pool, c.p.pools
     units = [counted(y, alone(p)) for y in x[:3]]
     blocks = sum(-(-heads * width // CHANNELS) for heads, width in sizes_of(p))
     pointers = (
-        "q", "k", "v", n["read_indices"], n["write_indices"], n["num_accepted_tokens"], n["parent_idx"],
-        n["has_initial_state"], n["cu_seqlens"], "conv_pool", "conv_weight", n["conv_bias"], n["conv_write_pool"],
-        *to.values(),
+        *x[:3], s.read_indices, s.write_indices, s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens,
+        conv, around.conv_weight, around.conv_bias, target, *to,
     )  # fmt: skip
-    return step_of(
-        p, chip, x, convolve_rows, pointers, ((p.N if p.packed else p.B) * blocks, 1, 1), Tile(WARPS, 1),
+    launch_rule(
+        c, convolve_rows, pointers, ((p.N if p.packed else p.B) * blocks, 1, 1), Tile(WARPS, 1),
         p.N, p.T, pools.most_tokens or None, s.state_pool.shape[0],
         None if s.write_pool is None else s.write_pool.shape[0], pools.null_slot, s.read_indices.shape[-1],
         first_written_of(p, s), conv.stride(0), None if target is None else target.stride(0), token_stride(target, 3),
@@ -181,41 +172,37 @@ def _convolve_rows(
     )  # fmt: skip
 
 
-def _normalize_outputs(p: Problem, chip: Chip, x: Inputs, around: Around, o: str) -> Step:
-    (BV, rows, t), M = row_tile(p.V, NUMBERS_OF_NORM), p.B * p.T * p.HV
+def _normalize_outputs(c: Draft, around: Around, o: Layout) -> None:
+    p, (BV, rows, t), M = c.p, row_tile(c.p.V, NUMBERS_OF_NORM), c.p.B * c.p.T * c.p.HV
     counts, strides = counted(around.norm_gate, alone(p))
-    return step_of(
-        p, chip, x, normalize_outputs, (o, "norm_gate", "norm_weight"), (-(-M // rows), 1, 1), t,
+    launch_rule(
+        c, normalize_outputs, (o, around.norm_gate, around.norm_weight), (-(-M // rows), 1, 1), t,
         p.T, M, p.pools.eps, *counts, strides, BV=BV, ROWS=rows, ACTIVATION=p.pools.activation, follows=True,
     )  # fmt: skip
 
 
-def plan_step(p: Problem, chip: Chip, x: Inputs, *, every: bool = False) -> Plan:
+def plan_step(p: Problem, chip: Chip, x: Inputs, *, choice: Tile | None = None) -> Plan:
     """o and the final states of a recurrent op: `decode` from the initial states to a pool of final ones. Without a
     token no row reads its state."""
-    made, initial, names = Making(), x.initial_state, names_of(x)
+    made, initial = Making(), x.initial_state
     # A packed row may be longer than its sequences.
     o = made.new("o", (p.B, p.T, p.HV, p.V), p.dtype, 0.0 if p.packed else None)
-    unchanged = None if p.T else 0.0 if initial is None else "initial_state"
+    unchanged = None if p.T else 0.0 if initial is None else initial
     final = made.new("states", p.state_shape, torch.float32, unchanged)
     if p.T == 0:
         return Plan((), tuple(made), (o, final))
-    names |= {name: made.whole(name, getattr(x, name)) for name in VECTORS}
     if x.beta is None:
-        x = x._replace(beta=laid_out((p.B, p.T, p.HV), p.dtype))
-        names["beta"] = made.like("ones", x.beta, 1.0)
+        x = x._replace(beta=made.new("ones", (p.B, p.T, p.HV), p.dtype, 1.0))
     for name in ("q", "k", "v", "g", "beta"):
         t = getattr(x, name)
         if not t.whole and _spans(t) >= LIMIT:
-            names[name], x = made.without_gaps(name, t), x._replace(**{name: laid_out(t.shape, t.dtype)})
+            x = x._replace(**{name: made.without_gaps(t)})
     has = None if initial is not None else made.new("none has one", (p.N,), torch.bool, 0.0)
     if initial is not None and (initial.dtype != torch.float32 or not initial.whole):
-        names["initial_state"] = made.new("initial states", initial.shape, torch.float32, "initial_state")
-        x = x._replace(initial_state=laid_out(initial.shape, torch.float32))
-    s = Slots(laid_out(p.state_shape, torch.float32), None, has_initial_state=has and laid_out((p.N,), torch.bool))
-    names |= names_of(s) | {"o": o, "state_pool": final, "has_initial_state": has}
-    p = p._replace(pools=Pools(dtype=torch.float32))
-    return Plan(tuple(decode_steps(p, chip, x, s, names, decode_tiles(p, chip, every))), tuple(made), (o, final))
+        x = x._replace(initial_state=made.new("initial states", initial.shape, torch.float32, initial))
+    c = draft_of(p._replace(pools=Pools(dtype=torch.float32)), chip, x, choice, made)
+    run_decode(c, Slots(final, None, has_initial_state=has), o, None if c.every else choice)
+    return c.plan(o, final)
 
 
 def _spans(t: Layout) -> int:

@@ -396,5 +396,5 @@ def run_chunk_back(
         x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.HV, p.scale, SHIFT.value - log2(state_unit(p)),
         p.gate.bound or 0.0, p.beta_range,
     )  # fmt: skip
-    constants, programs = constants_of(c, chunk_back, arguments, DEEP=rest), min(items, c.shape.chip.processors)
+    constants, programs = constants_of(c, chunk_back, arguments, DEEP=rest), min(items, c.chip.processors)
     launch_described(c, chunk_back, DescribedPlan((programs,), arguments, constants), num_warps=8)

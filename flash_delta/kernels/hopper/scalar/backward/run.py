@@ -18,6 +18,7 @@ from flash_delta.kernels.hopper.plans.padding import (
 )
 from flash_delta.kernels.hopper.plans.tape import new_tape, run_lay_tape
 from flash_delta.kernels.hopper.plans.tiles import Pace
+from flash_delta.kernels.hopper.plans.unplanned import new_gradients, summing, with_contiguous_vectors
 from flash_delta.kernels.hopper.scalar.backward.finish import run_finish
 from flash_delta.kernels.hopper.scalar.backward.memory import (
     Ends,
@@ -34,14 +35,11 @@ from flash_delta.kernels.hopper.scalar.forward.rates import run_rates_back
 from flash_delta.kernels.hopper.scalar.segments.maps import run_compose_back, run_compose_maps, run_find_maps
 from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan, maps_in, new_segmented_scan
 from flash_delta.kernels.hopper.scalar.segments.scan import run_retrace
-from flash_delta.kernels.runtime.arguments import every
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.compile_key import laid_out
 from flash_delta.kernels.runtime.launch import Kernels, remember, run
 from flash_delta.kernels.runtime.workspace import ForBackward, Trace, Workspace
-from flash_delta.kernels.triton.backend import with_contiguous_vectors
-from flash_delta.kernels.triton.backward.results import new_gradients, summing
 from flash_delta.problem import Inputs, KnownCall, Problem
 
 
@@ -128,14 +126,14 @@ def prepare_back(
         wide = run_widen(c, copies)
         do, dfinal = wide.more
         forms = [(segmented, between, tapes)]
-        if every(c):  # whole sequences, also on tapes, and segments
+        if c.every:  # whole sequences, also on tapes, and segments
             one = p._replace(N=1, T=1)
             every_tape = Tapes(*(new_tape(one, 1, Pace(1)) for _ in tapes))
             each = (None, NO_TAPES), (None, every_tape), (C, NO_TAPES)
             forms = [(new_segmented_scan(one, n, solved.A), new_ends(one, n), of_form) for n, of_form in each]
         for form in forms:
             memory = gates, *form, trace, parts
-            left = ForwardLeft(trace=bool(kept), maps=bool(maps) and not every(c))
+            left = ForwardLeft(trace=bool(kept), maps=bool(maps) and not c.every)
             run_kernels(wide, solved.norms, memory, left, do, dfinal, d)
         run_narrow(c, *(PaddedResults((t.q, t.k, t.v), t.initial_state) for t in (d, found)))
 

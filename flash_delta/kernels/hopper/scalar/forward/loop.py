@@ -70,7 +70,7 @@ from flash_delta.kernels.hopper.scalar.forward.factor_role import factor_role
 from flash_delta.kernels.hopper.scalar.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts
 from flash_delta.kernels.hopper.scalar.segments.roles import Barriers, StateDescriptors
-from flash_delta.kernels.runtime.arguments import batch, constants_of, every, tokens
+from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
 from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
@@ -295,7 +295,7 @@ def run_pool_loops(
     are read from ``slots.state_pool``, or are zeros, and written to ``final``: the same pool, or a slot for each
     sequence."""
     p, (starts, listed) = c.p, (0, None) if parts is None else (parts.starts, parts.listed)
-    launches = pool_loops(p, c.shape.chip, *choice, every=every(c), starts=starts)
+    launches = pool_loops(p, c.chip, *choice, every=c.every, starts=starts)
     initial = pool(p, final if slots.state_pool is None else slots.state_pool)
     ends = initial, initial if slots.state_pool is final else pool(p, final)
     kept = checkpoints.NONE if p.pools is None else checkpoint_values(p, slots)
@@ -313,7 +313,7 @@ def run_loop(
     the backward pass. The ``tape`` is laid first."""
     p, initial = c.p, c.x.initial_state
     launches = [PoolLaunch(t, p.N) for t in tiles]
-    tapes = (None, new_tape(p, 1, Pace(1))) if every(c) else (tape,)
+    tapes = (None, new_tape(p, 1, Pace(1))) if c.every else (tape,)
     if tapes[-1] is not None:
         run_lay_tape(c, tapes[-1], follows=rates is not None)
     ends = states(p, final if initial is None else initial), states(p, final)
@@ -343,7 +343,7 @@ def _run(
             FINE=fine(p), TAPED=tape is not None, GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values,
             NX=t.maps, NO=t.outputs, REGISTERS=t.registers,
         )  # fmt: skip
-        programs = count_programs(p, c.shape.chip, t, sequences) if tape is None else tape.programs
+        programs = count_programs(p, c.chip, t, sequences) if tape is None else tape.programs
         grid = programs, p.V // (64 * t.groups)
         plans.append(DescribedPlan(grid, arguments, constants))
     launch_described(c, forward_loop, *plans, launch_pdl=rates is not None)

@@ -184,5 +184,5 @@ def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bo
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
         *numbers, cut, room, p.N, p.T, count, null, *(table(t)[0] for t in tables), p.scale, p.beta_range,
         strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta),
-        HEADS=heads, BH=columns, PROGRAMS=most_programs(c.shape.chip.processors), **form,
+        HEADS=heads, BH=columns, PROGRAMS=most_programs(c.chip.processors), **form,
     )  # fmt: skip

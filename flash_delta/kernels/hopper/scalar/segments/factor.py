@@ -134,7 +134,7 @@ def run_factor_chunks(c: Call, rates: Tensor, w: SegmentedScan | PromptParts) ->
     parts, cut, programs = None, None, slots
     if isinstance(w, PromptParts):
         parts, cut = w.listed, tuple(w.cut)
-        programs = min(slots, max(1, FACTOR_PROGRAMS * c.shape.chip.processors * members // p.HV))
+        programs = min(slots, max(1, FACTOR_PROGRAMS * c.chip.processors * members // p.HV))
     arguments = (
         ragged(x.k, p.K), lines(rates), inverses(w.A), x.cu_seqlens, parts, p.N, p.T, slots, token_stride(x.k),
         (x.k.stride(2),), p.HV, group, members, cut,

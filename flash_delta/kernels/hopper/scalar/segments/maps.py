@@ -305,7 +305,7 @@ def run_find_starts(
     given = pool(p, states), rows(tape.handed)
     run_factor_chunks(c, rates, w)
     _find_maps(c, rates, w, given, (*lists, 0), w.starts, INITIAL=True)
-    t = compose_tile(p, c.shape.chip)
+    t = compose_tile(p, c.chip)
     pointers, grid = (tape.handed, w.Phi, *lists, states), (p.V // t.BV, p.HV, w.prompts)
     numbers = tape.programs, p.HV, arguments.states(p, states)
     arguments.launch_rule(c, compose_starts, pointers, grid, t, *numbers, MOST=MOST_PARTS, follows=True)
@@ -340,7 +340,7 @@ def run_compose_back(c: Call, w: SegmentedScan, D: Tensor, ends: Tensor, dfinal:
 def _compose(
     c: Call, B: Tensor, Phi: Tensor, starts: Tensor, length: int, initial: Tensor | None, *, back: bool
 ) -> None:
-    p, tile = c.p, compose_tile(c.p, c.shape.chip)
+    p, tile = c.p, compose_tile(c.p, c.chip)
     pointers, grid = (B, Phi, starts, c.x.cu_seqlens, initial), (p.V // tile.BV, p.HV, p.N)
     scalars = p.N, p.T, length, p.HV, arguments.states(p, initial)
     arguments.launch_rule(

@@ -1,0 +1,62 @@
+"""Plans the forward pass of the chunkwise rule.
+
+Memory that kernels of a call pass to each other is named by its group (runtime/workspace.py). What is saved for the
+backward pass is one buffer with some of these groups, so autograd keeps one tensor.
+"""
+
+import torch
+
+from flash_delta.kernels.runtime.arguments import draft_of
+from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.plan import Plan
+from flash_delta.kernels.runtime.workspace import (
+    Channels,
+    Factors,
+    Residual,
+    Solved,
+    count_bytes,
+    groups_in,
+    make_groups,
+)
+from flash_delta.kernels.triton.forward.chunks import run_chunks
+from flash_delta.kernels.triton.forward.scan import run_scan
+from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
+from flash_delta.kernels.triton.tiles import Segments
+from flash_delta.problem import Inputs, Problem
+
+HANDED = (Solved, Factors, Channels)  # passed from kernel to kernel in a call without gradients
+
+
+def plan_forward(p: Problem, chip: Chip, x: Inputs, *, choice: Segments | None = None) -> Plan:
+    """o, the final states, what is saved for the backward pass, and the states of chunks [slots, HV, V'', K'] unless
+    they are saved. ``choice``: how sequences are split; None: they are not."""
+    c = draft_of(p, chip, x, choice)
+    o = c.made.new("o", (p.B, p.T, p.HV, p.V), p.dtype)
+    final = c.made.new("final_state", p.state_shape, torch.float32)
+    saved, groups = None, {}
+    if p.needs_grad:
+        kept = saved_groups(p)
+        saved = c.made.new("saved", (count_bytes(p, *kept),), torch.uint8)
+        groups |= zip(kept, groups_in(saved, p, *kept), strict=True)
+    handed = [group for group in HANDED if group not in groups]
+    groups |= zip(handed, make_groups(c.made, p, *handed), strict=True)
+    residual = groups.get(Residual)
+    if p.keep_states and residual is None:
+        (residual,) = make_groups(c.made, p, Residual)
+    solved, factors, channels = (groups[group] for group in HANDED)
+    run_chunks(c, solved, factors, channels)
+    if choice is None or c.every:
+        run_scan(c, channels, solved, factors, o, final, residual)
+    split = new_segmented_scan(p, None if c.every else choice, c.made)
+    run_segmented_scan(c, channels, solved, factors, o, final, split)
+    return c.plan(o, final, saved, residual.states if p.keep_states and not keeps_all(p) else None)
+
+
+def saved_groups(p: Problem) -> tuple[type, ...]:
+    """What the forward pass saves: the results of `solve`, and with ``disable_recompute`` everything."""
+    return (*HANDED, Residual) if p.disable_recompute else (Solved,)
+
+
+def keeps_all(p: Problem) -> bool:
+    """Whether the forward pass saves everything that the backward pass can use."""
+    return p.needs_grad and p.disable_recompute
