@@ -1,7 +1,7 @@
 """Inputs of which kernels need copies, in calls that come again: no later call may get the tensors themselves.
 
 On a GPU results are compared with the recurrence. Elsewhere a GPU is pretended (pretended_gpu.py), and what launches
-get is compared with what the first one got.
+of 'hopper' get is compared with what the first one got. Plans name copies (test_plans.py).
 """
 
 import shutil
@@ -58,7 +58,7 @@ def inputs(member, copied, device, seed, training):
     return {n: t.detach().requires_grad_(training) if n in TENSORS else t for n, t in x.items()}
 
 
-def layouts(place, member, backend, copied, training):
+def layouts(place, member, copied, training):
     """The layouts of the tensors that each replay gets, call after call."""
     from flash_delta.compiler.pretended_gpu import pretended_gpu
     from flash_delta.kernels.runtime.cuda_driver import Replay
@@ -73,7 +73,7 @@ def layouts(place, member, backend, copied, training):
     with pretended_gpu(place), patch.object(Replay, "launch", noting):
         for seed in range(CALLS):
             x = inputs(member, copied, "cpu", seed, training)
-            o, final = MEMBERS[member].op(**x, backend=backend)
+            o, final = MEMBERS[member].op(**x, backend="hopper")
             if training:
                 torch.autograd.grad((o, final), [x["q"], x["v"]], (torch.ones_like(o), torch.ones_like(final)))
     return list(found.values())
@@ -82,9 +82,10 @@ def layouts(place, member, backend, copied, training):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there, and cannot be pretended")
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @TRAINING
-@CELLS
-def test_later_calls_get_what_the_first_one_got(process, place, member, backend, copied, training):
-    replays = process.submit(layouts, place, member, backend, copied, training).result()
+@pytest.mark.parametrize("copied", COPIED)
+@pytest.mark.parametrize("member", ["gdn", "kda"])
+def test_later_calls_get_what_the_first_one_got(process, place, member, copied, training):
+    replays = process.submit(layouts, place, member, copied, training).result()
     assert sum(map(len, replays)) == CALLS * (1 + training)
     assert len(replays) <= 2 * (1 + training)  # a process's first call is known by a key of Python, and others by C's
     for calls in replays:

@@ -385,7 +385,7 @@ def test_a_backward_pass_begins_with_a_launch_that_waits(compiled, monkeypatch, 
     by_hand.run_kernels(None, None, memory, by_hand.ForwardLeft(left, left), None, None, None)
     assert len(launched) > 2
     assert launched[0][0] == "run_rates_back"
-    monkeypatch.setattr(arguments, "launch", lambda c, kernel, pointers, plan: plans.append(plan))
+    monkeypatch.setattr(arguments, "launch", lambda c, step: plans.append(step))
     c = call()[0]
     rates.run_rates_back(c, rates.new_rates(c.p), None, None)
     assert [plan.follows for plan in plans] == [False]

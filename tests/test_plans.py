@@ -312,3 +312,22 @@ def test_what_is_saved_is_one_tensor():
         for a in s.arguments
         if isinstance(a, Layout) and a.name == "saved"
     )
+
+
+@pytest.mark.parametrize("name", ["nothing", "A_log", "dt_bias", "cu_seqlens", "q", "initial_state"])
+def test_parameters_and_bounds_with_gaps_are_copied_for_the_rule(name):
+    """Kernels take no strides of these. Of all other inputs they take strides."""
+    p, x = packed("scalar", 2, 64, True)
+    vector, states = laid_out((1,), torch.float32), laid_out(p.state_shape, torch.float32)
+    x = x._replace(A_log=vector, dt_bias=vector, initial_state=states)
+    if name != "nothing":
+        t = getattr(x, name)
+        shape = (*t.shape[:-1], max(2, t.shape[-1]))
+        gaps = Layout(shape, tuple(2 * stride for stride in contiguous(shape)), t.dtype)
+        x = x._replace(**{name: gaps})
+    copied = {"A_log", "dt_bias", "cu_seqlens"} & {name}
+    for plan in planned(p, layouts_of(x)):
+        used = {found for step in plan.steps for found in tensors_of(step)}
+        assert {m.filled.name for m in plan.memory if m.filled is not None} == copied
+        assert used.isdisjoint(copied)
+        assert used >= {f"{name} without gaps" for name in copied}

@@ -17,7 +17,10 @@ from prompt_truth import (
 from serving_truth import DEVICES, GPU, KINDS, coarser, needs_triton, slots
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import Convolution, OutputNorm
+from flash_delta.ops.serving.around import around_of
+from flash_delta.problem import Inputs, Slots
 from flash_delta.testing import assert_accurate
 
 BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
@@ -312,25 +315,20 @@ def test_outputs_go_where_the_caller_says(backend):
 
 
 @needs_triton
-def test_launches(monkeypatch):
+def test_launches():
     """At most two more than those of the rule, and without what is around it none."""
-    from flash_delta.kernels.runtime import launch
+    from flash_delta.kernels.runtime.chip import Chip
+    from flash_delta.kernels.runtime.plan import layouts_of
+    from flash_delta.kernels.triton.serving.prefill import plan_prefill
 
-    names, run = [], launch.launch
-
-    def noted(c, kernel, *rest):
-        if c.compiling is None:  # on a GPU a first call compiles before it launches
-            names.append(kernel.__name__)
-        return run(c, kernel, *rest)
-
-    for module in ("flash_delta.kernels.runtime.launch", "flash_delta.kernels.runtime.arguments"):
-        monkeypatch.setattr(f"{module}.launch", noted)
-    x = make_prompts("gdn-raw", (21, 2), device=DEVICES["triton"], **TINY)  # of no other test: a known call is repeated
-    found = []
+    x, found = make_prompts("gdn-raw", (21, 2), device=DEVICES["triton"], **TINY), []
     for without in ((), ("output_norm",), ("convolution",), ("convolution", "output_norm")):
-        names.clear()
-        run_prompts("gdn-raw", x | dict.fromkeys(without), "triton")
-        found.append(names[:])
+        call = x | dict.fromkeys(without)
+        p = OPS["gdn-raw"](**call, backend=Explain("triton")).problem
+        around, *_ = around_of(p.op, call["convolution"], call["output_norm"])
+        groups = *(kind(**{name: call.get(name) for name in kind._fields}) for kind in (Inputs, Slots)), around
+        plan = plan_prefill(p, Chip("sm_90", 132), *map(layouts_of, groups))
+        found.append([step.kernel.__name__ for step in plan.steps])
     rule = found[-1]
     assert "convolve_prompts" not in rule
     assert found[0] == found[1] == ["convolve_prompts", *rule, "finish_prompts"]

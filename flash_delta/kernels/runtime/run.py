@@ -88,8 +88,8 @@ def run_new(
     if not all(map(compiled.__contains__, names)):
         of_all_sizes = planned if choose is None else plan(p, chip, *layouts, choice=EVERY)
         with compiling, _explained(call):
-            _compile(of_all_sizes, device, dict(zip(given, chain.from_iterable(groups), strict=True)))
-            calls_that_compiled.append(call)
+            if _compile(of_all_sizes, device, dict(zip(given, chain.from_iterable(groups), strict=True))):
+                calls_that_compiled.append(call)
     if is_direct(p.device):
         ensure_context(p.device)
         launch = Launched(planned, given, [compiled[name] for name in names], groups)
@@ -109,8 +109,8 @@ def given_to(plan: Plan, groups: Iterable[Group]) -> list[str]:
     return given
 
 
-def _compile(plan: Plan, device: int, given: dict[str, Any]) -> None:
-    """Compiles the steps that are missing, in parallel."""
+def _compile(plan: Plan, device: int, given: dict[str, Any]) -> bool:
+    """Compiles the steps that are missing, in parallel. False if another thread has done it."""
     steps = {(device, *name_of(step)): step for step in plan.steps}
     memory = {m.name: m for m in plan.memory}
 
@@ -118,7 +118,9 @@ def _compile(plan: Plan, device: int, given: dict[str, Any]) -> None:
         return tensor_of(t, given) if t.name in given else Pointer(t, memory[t.name])
 
     missing = {name: step for name, step in steps.items() if name not in compiled}
-    compiled.update(compile_all({name: _compilation(step, pointer) for name, step in missing.items()}))
+    if missing:
+        compiled.update(compile_all({name: _compilation(step, pointer) for name, step in missing.items()}))
+    return bool(missing)
 
 
 class Launched(Replay):
