@@ -182,10 +182,12 @@ class Launched(Replay):
 def _makers(groups: tuple[Group, ...]) -> dict[torch.dtype, tuple[int, int]]:
     """The place of a tensor of each dtype, from which PyTorch makes others in half the time. Anything is faster than
     `torch.empty` with a device."""
-    return {
-        t.dtype: (i, j) for i, group in enumerate(groups) for j, t in enumerate(group)
-        if type(t) is Tensor  # of a subclass the new tensor might be one, too
-    }  # fmt: skip
+    found: dict[torch.dtype, tuple[int, int]] = {}
+    for i, group in enumerate(groups):
+        for j, t in enumerate(group):
+            if type(t) is Tensor:  # of a subclass the new tensor might be one, too
+                found.setdefault(t.dtype, (i, j))
+    return found
 
 
 class ByTriton:
