@@ -111,6 +111,13 @@ def calls_of_example():
     return [usual | change for change in changes]
 
 
+def in_python(step):
+    """The name where C is not there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.fastcall, "API", None)
+        return name_of(step)
+
+
 def keys_and_names():
     keys, found = [], []
 
@@ -128,6 +135,7 @@ def keys_and_names():
             numbers = call["n"], call["m"], call["stride"], call["strides"], call["real"]
             step = Step(example, (1, 1, 1), Tile(4, 1), (*layouts.values(), *numbers), {"ROWS": call["ROWS"]})
             found.append(name_of(step))
+            assert name_of(step) == in_python(step)
             example.device_caches.clear()
             pointers = (None if t is None else Same(t) for t in layouts.values())
             example.warmup(*pointers, *numbers, ROWS=call["ROWS"], grid=(1,))

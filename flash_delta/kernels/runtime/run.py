@@ -25,6 +25,7 @@ from flash_delta.kernels.runtime.plan import EVERY, Layout, Memory, Plan, Step, 
 from flash_delta.problem import ElementwiseProblem, KnownCall, Problem
 
 LIMIT = 2**31  # of numbers of 32 bits
+KINDS = Layout, Memory, tl.constexpr  # of arguments, for C
 Planner = Callable[..., Plan]
 Choose = Callable[[Problem, Chip], Any]  # it answers with something small and hashable
 Group = tuple[Tensor | None, ...]  # a named tuple
@@ -144,11 +145,9 @@ class Launched(Replay):
         self.picks = None if picks == tuple(range(*made)) else picks
         *starts, size = accumulate((m.nbytes for m in together), initial=0)
 
-        def place(t: Layout) -> tuple[int, int]:
-            return words[t.name], t.start or 0
-
+        places = fastcall.load().places
         steps = [
-            BoundStep(kernel_of(kernel), step.grid, (*resolved(step.arguments, place), *step.constants.values()))
+            BoundStep(kernel_of(kernel), step.grid, (*places(step.arguments, words, KINDS), *step.constants.values()))
             for step, kernel in zip(plan.steps, kernels, strict=True) if 0 not in step.grid
         ]  # fmt: skip
         super().__init__(steps, (None,) * len(words), (size, tuple(starts)))
@@ -250,34 +249,37 @@ def _compilation(step: Step, pointer: Callable[[Layout], Any]) -> partial:
 def name_of(step: Step) -> tuple:
     """Everything that a step's compiled code depends on, by Triton's own rules."""
     name = [id(step.kernel), step.tile, step.follows, step.contracts, *step.constants.values()]
-    _look(step.arguments, _specialized(step.kernel), name)
+    look = _look if fastcall.API is None else fastcall.load().facts
+    look(step.arguments, _rules(step.kernel), KINDS, name)
     return tuple(name)
 
 
-_specializations: dict[int, tuple[tuple[bool, bool], ...]] = {}  # by id, since a kernel's hash parses its source
+_specializations: dict[int, bytes] = {}  # by id, since a kernel's hash parses its source
 
 
-def _specialized(kernel: Any) -> tuple[tuple[bool, bool], ...]:
-    """For each parameter, whether Triton compiles it for the value 1, and for multiples of 16."""
+def _rules(kernel: Any) -> bytes:
+    """For each parameter, whether Triton compiles it for the value 1 (bit 0), and for multiples of 16 (bit 1)."""
     if id(kernel) not in _specializations:
-        _specializations[id(kernel)] = tuple([
-            (not p.do_not_specialize, not (p.do_not_specialize or p.do_not_specialize_on_alignment))
+        _specializations[id(kernel)] = bytes([
+            (not p.do_not_specialize) + 2 * (not (p.do_not_specialize or p.do_not_specialize_on_alignment))
             for p in kernel.params
         ])  # fmt: skip
     return _specializations[id(kernel)]
 
 
-def _look(values: tuple[Any, ...], rules: Iterable[tuple[bool, bool]], seen: list[Any]) -> None:
-    """Appends to ``seen`` what matters about each value. ``rules``: as of `_specialized`."""
-    for value, (one, aligned) in zip(values, rules, strict=False):
+def _look(values: tuple[Any, ...], rules: Iterable[int], kinds: tuple[type, ...], seen: list[Any]) -> None:
+    """Appends to ``seen`` what matters about each value. ``rules``: as of `_rules`. It does what `facts` in C does,
+    where that cannot be loaded: with an older torch."""
+    for value, rule in zip(values, rules, strict=False):
         kind = type(value)
         if kind is int:
-            seen.append("1" if value == 1 and one else (-LIMIT <= value < LIMIT) + 2 * (aligned and not value % 16))
-        elif kind is Layout or kind is Memory:
-            seen.append((value.dtype, aligned and value.offset == 0))
+            narrow, whole = -LIMIT <= value < LIMIT, rule & 2 and value % 16 == 0
+            seen.append("1" if value == 1 and rule & 1 else narrow + 2 * bool(whole))
+        elif isinstance(value, Layout):
+            seen.append((value.dtype, bool(rule & 2) and value.offset == 0))
         elif kind is tuple:
             seen.append(len(value))
-            _look(value, repeat((one, aligned)), seen)
+            _look(value, repeat(rule), kinds, seen)
         else:  # bool, float, None, constexpr
             seen.append(value.value if kind is tl.constexpr else kind)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flash_delta.problem import ENVIRONMENT, needs_gradient
 
-SOURCES = ("key.c", "frame.c", "build.c", "module.c")  # one module; each file uses those before it
+SOURCES = ("key.c", "frame.c", "build.c", "plan.c", "module.c")  # one module; each file uses those before it
 API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # how C reads tensors; None: torch is older than 2.10
 _loaded: ModuleType | None = None
 _lock = Lock()
@@ -47,8 +47,8 @@ key = look  # call it as ``fastcall.key``, since `load` replaces it
 
 
 def load() -> ModuleType:
-    """The C module with ``key``, ``frame``, ``copy`` and ``launch``. It is compiled once, like Triton's own module, and
-    kept in Triton's cache."""
+    """The C module with ``key``, ``facts``, ``places``, ``frame``, ``copy`` and ``launch``. It is compiled once, like
+    Triton's own module, and kept in Triton's cache."""
     global _loaded, key
     with _lock:
         if _loaded is None:

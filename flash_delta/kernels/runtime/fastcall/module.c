@@ -19,6 +19,8 @@ static PyObject *setup(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {{"setup", setup, METH_VARARGS, setup_doc},
                                 {"key", (PyCFunction)(void (*)(void))make_key, METH_FASTCALL, key_doc},
                                 {"frame", make_frame, METH_VARARGS, frame_doc},
+                                {"facts", facts, METH_VARARGS, facts_doc},
+                                {"places", places, METH_VARARGS, places_doc},
                                 {"copy", copy, METH_O, copy_doc},
                                 {"done", done, METH_O, done_doc},
                                 {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, launch_doc},
@@ -28,6 +30,13 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "flash_delta_know
 PyMODINIT_FUNC PyInit_flash_delta_known(void) {
   requires_grad = PyUnicode_InternFromString("requires_grad");
   data_ptr = PyUnicode_InternFromString("data_ptr");
-  if (!requires_grad || !data_ptr) return NULL;
+  dtype_name = PyUnicode_InternFromString("dtype");
+  offset_name = PyUnicode_InternFromString("offset");
+  start_name = PyUnicode_InternFromString("start");
+  name_name = PyUnicode_InternFromString("name");
+  value_name = PyUnicode_InternFromString("value");
+  one = PyUnicode_InternFromString("1");
+  if (!requires_grad || !data_ptr || !dtype_name || !offset_name || !start_name || !name_name || !value_name || !one)
+    return NULL;
   return PyModule_Create(&definition);
 }
