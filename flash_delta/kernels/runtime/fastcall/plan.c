@@ -1,4 +1,4 @@
-// What a new call asks about the arguments of its steps (plan.py). In Python these functions take most of its time.
+// What a new call asks about the arguments of its steps (plan.py). In Python this would take most of its time.
 
 #define NARROW (1LL << 31)  // numbers below it, and from minus it on, have 32 bits
 
@@ -86,8 +86,8 @@ static PyObject *with_places(PyObject *values, PyObject *words, PyObject *kinds)
   return found;
 }
 
-PyDoc_STRVAR(places_doc, "places(arguments, words, kinds) -> the arguments, with (number of a tensor, offset) for each\n"
-                         "layout.  words: the number of each name.  kinds: as of `facts`.");
+PyDoc_STRVAR(places_doc, "places(arguments, words, kinds) -> the arguments, with (number of a tensor, offset) for\n"
+                         "each layout.  words: the number of each name.  kinds: as of `facts`.");
 static PyObject *places(PyObject *self, PyObject *args) {
   PyObject *arguments, *words, *kinds;
   if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &arguments, &PyDict_Type, &words, &PyTuple_Type, &kinds))
