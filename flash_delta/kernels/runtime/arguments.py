@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Chip, Tile, next_power_of_2, overlaps, precision
 from flash_delta.kernels.runtime.launch import launch
 from flash_delta.kernels.runtime.plan import EVERY, Draft, Layout, Making, Step, offset_of
@@ -28,7 +28,7 @@ def draft_of(p: Problem, chip: Chip, x: Inputs, choice: Any = None, made: Making
 
 
 def launch_rule(
-    c: Call | Draft,
+    c: AnyCall,
     kernel: Any,
     pointers: tuple[Any, ...],
     grid: tuple[int, int, int],
@@ -55,7 +55,7 @@ def state_unit(p: Problem) -> float:
 _constants: dict[tuple, dict[str, Any]] = {}  # it grows to the number of compiled kernels
 
 
-def constants_of(c: Call | Draft, kernel: Any, values: Sequence[Any], t: Tile = NO_TILE, **own: Any) -> dict[str, Any]:
+def constants_of(c: AnyCall, kernel: Any, values: Sequence[Any], t: Tile = NO_TILE, **own: Any) -> dict[str, Any]:
     """The constants of a kernel, by name: its parameters after those that take ``values``. ``own`` come from the
     launcher, the others from the problem and the tile ``t``."""
     if isinstance(c, Draft):

@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime._allocation import NullAllocator, _allocator
 
 from flash_delta.kernels.runtime import fastcall
-from flash_delta.kernels.runtime.calls import Call, keep, profiled
+from flash_delta.kernels.runtime.calls import AnyCall, Call, keep, profiled
 from flash_delta.kernels.runtime.compile_key import key_numbers
 from flash_delta.kernels.runtime.cuda_driver import Replay, ensure_context, make_step
 from flash_delta.kernels.runtime.forbid import Refused, difference
@@ -177,7 +177,7 @@ def several_devices() -> bool:
     return torch.cuda.device_count() > 1
 
 
-def launch(c: Call | Draft, step: Step) -> None:
+def launch(c: AnyCall, step: Step) -> None:
     """Puts a step into a plan or, in a call that is not planned, launches it. Then its arguments are tensors."""
     if isinstance(c, Draft):
         c.steps.append(step)
