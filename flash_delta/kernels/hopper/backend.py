@@ -44,7 +44,7 @@ from flash_delta.kernels.hopper.plans.padding import (
 )
 from flash_delta.kernels.hopper.plans.splits import loop_tile, loop_tiles, split_endless, split_length
 from flash_delta.kernels.hopper.plans.tape import Tape, new_loop_tape
-from flash_delta.kernels.hopper.plans.unplanned import for_backward, name_back, with_contiguous_vectors
+from flash_delta.kernels.hopper.plans.unplanned import for_backward, name_back, new_convolved, with_contiguous_vectors
 from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
 from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
 from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
@@ -62,7 +62,7 @@ from flash_delta.kernels.triton.backward.results import gradients_of
 from flash_delta.kernels.triton.forward.scan_launches import crowded
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
-from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, run_after, run_before
+from flash_delta.kernels.triton.serving.prompts import convolved_bytes, run_after, run_before
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 FORWARD, LISTED, PREFILL = ("hopper",), ("hopper", "listed"), ("prefill", "hopper")  # the kinds of calls

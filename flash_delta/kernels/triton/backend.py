@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
+from flash_delta.kernels.runtime.plan import Making
 from flash_delta.kernels.runtime.run import by_sizes, run
 from flash_delta.kernels.runtime.workspace import Workspace, count_bytes
 from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved, plan_backward
@@ -26,7 +27,7 @@ from flash_delta.kernels.triton.backward.results import gradients_of
 from flash_delta.kernels.triton.forward.plan import HANDED, plan_forward, saved_groups
 from flash_delta.kernels.triton.forward.scan_launches import crowded, scratch_bytes
 from flash_delta.kernels.triton.serving.prefill import plan_prefill
-from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, with_convolved
+from flash_delta.kernels.triton.serving.prompts import convolved_bytes, make_convolved, with_convolved
 from flash_delta.kernels.triton.serving.rows import plan_decode, plan_step
 from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
@@ -155,7 +156,7 @@ def workspace_bytes(p: Problem, x: Inputs) -> int:
     """The bytes that ``prefill`` or ``decode`` allocates besides the output. Only the layout of ``x`` matters."""
     if p.recurrent:
         return convolved_bytes(p)
-    rule = with_convolved(x, new_convolved(p._replace(device=torch.device("meta"))))
+    rule = with_convolved(x, make_convolved(Making(), p))
     return count_bytes(p, *HANDED) + convolved_bytes(p) + scratch_bytes(p, rule, chip_of(p.device))
 
 

@@ -11,7 +11,7 @@ from flash_delta.kernels.hopper.plans.boxes import as_taken, describable, descri
 from flash_delta.kernels.hopper.plans.prompt_list import new_prompt_list, run_list_prompts
 from flash_delta.kernels.hopper.plans.splits import channel_pool_launches
 from flash_delta.kernels.hopper.plans.tape import new_channel_tape
-from flash_delta.kernels.hopper.plans.unplanned import with_contiguous_vectors
+from flash_delta.kernels.hopper.plans.unplanned import new_convolved, with_contiguous_vectors
 from flash_delta.kernels.runtime.calls import Call, make_call, on, opened
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.launch import output_of, remember_served, run
@@ -19,7 +19,7 @@ from flash_delta.kernels.runtime.pool_launches import PoolLaunch, prompts_at_mos
 from flash_delta.kernels.runtime.workspace import Prepared, Workspace
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
-from flash_delta.kernels.triton.serving.prompts import convolved_bytes, new_convolved, run_after, run_before
+from flash_delta.kernels.triton.serving.prompts import convolved_bytes, run_after, run_before
 from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 
 PREFILL = ("prefill", "hopper", "channel")  # the kind of these calls

@@ -13,7 +13,7 @@ from flash_delta.kernels.runtime import compile_key, fastcall
 from flash_delta.kernels.runtime.calls import Call, make_call, on
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.launch import Kernels, again, launch, remember, run
-from flash_delta.kernels.runtime.plan import laid_out
+from flash_delta.kernels.runtime.plan import Making, laid_out
 from flash_delta.kernels.runtime.workspace import (
     Channels,
     Factors,
@@ -30,6 +30,7 @@ from flash_delta.kernels.triton.backward.segments import memory_of, new_segmente
 from flash_delta.kernels.triton.elementwise.total import sum_parts
 from flash_delta.kernels.triton.forward.chunks import run_chunks
 from flash_delta.kernels.triton.forward.plan import saved_groups
+from flash_delta.kernels.triton.serving.prompts import make_convolved
 from flash_delta.kernels.triton.tiles import Segments, plan_back
 from flash_delta.problem import Inputs, KnownCall, Problem
 
@@ -154,6 +155,12 @@ def new_gradients(p: Problem, x: Inputs) -> Inputs:
     sums = count_slots(p), p.HV, *((p.K,) if p.gate.kind == "channel" else ())
     new = partial(torch.empty, sums, dtype=torch.float32, device=p.device)
     return d._replace(**{name: new() for name in ("A_log", "dt_bias") if getattr(x, name) is not None})
+
+
+def new_convolved(p: Problem) -> tuple[Tensor, ...]:
+    """The memory of `make_convolved`."""
+    layouts = make_convolved(Making(), p)
+    return tuple(torch.empty_strided(t.shape, t.strides, dtype=t.dtype, device=p.device) for t in layouts)
 
 
 def with_contiguous_vectors(x: Inputs) -> Inputs:

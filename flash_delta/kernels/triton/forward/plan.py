@@ -40,23 +40,19 @@ def plan_forward(p: Problem, chip: Chip, x: Inputs, *, choice: Segments | None =
         groups |= zip(kept, groups_in(saved, p, *kept), strict=True)
     handed = [group for group in HANDED if group not in groups]
     groups |= zip(handed, make_groups(c.made, p, *handed), strict=True)
-    residual = groups.get(Residual)
+    residual, states = groups.get(Residual), None
     if p.keep_states and residual is None:
         (residual,) = make_groups(c.made, p, Residual)
+        states = residual.states
     solved, factors, channels = (groups[group] for group in HANDED)
     run_chunks(c, solved, factors, channels)
     if choice is None or c.every:
         run_scan(c, channels, solved, factors, o, final, residual)
     split = new_segmented_scan(p, None if c.every else choice, c.made)
     run_segmented_scan(c, channels, solved, factors, o, final, split)
-    return c.plan(o, final, saved, residual.states if p.keep_states and not keeps_all(p) else None)
+    return c.plan(o, final, saved, states)
 
 
 def saved_groups(p: Problem) -> tuple[type, ...]:
     """What the forward pass saves: the results of `solve`, and with ``disable_recompute`` everything."""
     return (*HANDED, Residual) if p.disable_recompute else (Solved,)
-
-
-def keeps_all(p: Problem) -> bool:
-    """Whether the forward pass saves everything that the backward pass can use."""
-    return p.needs_grad and p.disable_recompute

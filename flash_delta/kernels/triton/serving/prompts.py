@@ -16,14 +16,12 @@ Padding tokens become zeros. Nothing reads q, k and v of tokens that belong to n
 stays 0 for any gate.
 """
 
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.activation import sigmoid
 from flash_delta.kernels.device.chunk import bounds, find_slot, follow
@@ -265,16 +263,9 @@ def finish_prompts(
         store_window(window, pool + write.to(tl.int64) * window_strides[0], step, inside & live, INPUTS)
 
 
-def new_convolved(p: Problem) -> tuple[Tensor, ...]:
-    """Memory for q, k and v of prompts after the convolution, if there is one, for a call that is not planned. Prompts
-    are one row. Its stride is 0, so that no length changes the compiled code of the rule's kernels."""
-    new = partial(torch.empty_strided, dtype=p.dtype, device=p.device)
-    sizes = sizes_of(p) if p.pools.taps else ()
-    return tuple(new((p.B, p.T, *size), (0, prod(size), size[1], 1)) for size in sizes)
-
-
 def make_convolved(made: Making, p: Problem) -> tuple[Layout, ...]:
-    """Makes the same memory in a plan."""
+    """Makes memory for q, k and v after the convolution, if there is one. Prompts are one row. Its stride is 0, so that
+    no length changes the compiled code of the rule's kernels."""
     tensors = [(name, (p.B, p.T, *size)) for name, size in zip("qkv", sizes_of(p), strict=True) if p.pools.taps]
     laid = (made.new(f"{name} convolved", shape, p.dtype) for name, shape in tensors)
     return tuple(Layout(t.shape, (0, *t.strides[1:]), t.dtype, name=t.name) for t in laid)
