@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from threading import RLock
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -82,8 +82,7 @@ class Backend(Protocol):
         nothing in this function."""
 
     def step(self, problem: Problem, inputs: Inputs, known: KnownCall | None = None) -> Outputs:
-        """Runs ``forward`` token by token, for ``problem.recurrent``. T calls with one token each, which pass the state
-        on, have to give the same bits as one call."""
+        """Runs ``forward`` token by token. T calls of one token, which pass the state on, give the bits of one call."""
 
     def decode(
         self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
@@ -103,9 +102,11 @@ class Backend(Protocol):
         as in ``decode``, except that o is rounded before the norm. Windows are read and written wherever states are,
         also at checkpoints."""
 
-    def workspace_bytes(self, problem: Problem, inputs: Inputs) -> int:
-        """The bytes that ``prefill`` or ``decode`` allocates besides ``o``. Only the layout of ``inputs`` matters, so
-        they may be on "meta". The function may be missing. Then `flash_delta.ops.serving.workspace_bytes` fails."""
+    def workspace_bytes(self, problem: Problem, inputs: Inputs, slots: Slots, around: Around) -> int:
+        """The bytes that ``prefill`` or ``decode`` allocates besides ``o``. Tensors may be on "meta"."""
+
+    def plans(self, problem: Problem, inputs: Inputs, *on_pool: tuple[Tensor | None, ...]) -> dict[str, Any]:
+        """What each pass launches, as text a line for each. ``on_pool``: `Slots`, `Around`. It may be missing."""
 
     def empty_saved(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, ...]:
         """New tensors with the shapes, strides and dtypes of those that ``forward`` saves, for torch.compile. They are
@@ -139,8 +140,7 @@ class ElementwiseBackend(Protocol):
         self, problem: ConvolutionProblem, inputs: Convolved, dy: Tensor | None, dfinal: Tensor | None,
         known: KnownCall | None = None,
     ) -> Convolved:  # fmt: skip
-        """Gradients of the four inputs with values, in their shapes and dtypes; None for what is None. ``dy`` or
-        ``dfinal`` may be None, which means zeros."""
+        """Gradients of the four inputs with values; None for what is None. ``dy`` or ``dfinal`` None means zeros."""
 
     def convolve_token(self, problem: ConvolutionProblem, inputs: Convolved, known: KnownCall | None = None) -> Tensor:
         """``y [N, D]`` for one token ``x [N, D]`` of every row. ``initial_state`` is updated in place."""

@@ -393,7 +393,7 @@ def emulated(package, name):
 class Kernel:
     """A function of `emulated` as launchers take it: ``kernel[grid](...)`` runs one program after the other."""
 
-    OPTIONS = ("num_warps", "enable_fp_fusion", "launch_pdl", "maxnreg")  # for a compiler
+    OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")  # for a compiler
 
     def __init__(self, function, note=lambda constants: None):
         self.function, self.note, self.arg_names = function, note, list(signature(function).parameters)
@@ -417,6 +417,23 @@ class Kernel:
         if hasattr(x, "block_shape"):
             return Descriptor(x)
         return Pointer(x) if isinstance(x, torch.Tensor) else x
+
+
+def emulate(monkeypatch, *kernels):
+    """Puts emulated kernels in the place of those of the Hopper backend. ``kernels``: pairs of a module and a name."""
+    for module, name in kernels:
+        path = module.__name__.removeprefix("flash_delta.kernels.hopper.")
+        monkeypatch.setattr(module, name, Kernel(getattr(emulated("flash_delta.kernels.hopper", path), name)))
+
+
+def launch(plan, *groups):
+    """Launches a plan on the CPU. Returns its results, and all memory that it makes, by name."""
+    from flash_delta.kernels.runtime.run import ByTriton, given_to
+
+    with_memory = plan._replace(results=(*plan.results, *plan.memory))
+    found = ByTriton(with_memory, given_to(plan, groups))(torch.device("cpu"), groups)
+    count = len(plan.results)
+    return found[:count], dict(zip([m.name for m in plan.memory], found[count:], strict=True))
 
 
 def take_every_call(monkeypatch, forward, backward=None):

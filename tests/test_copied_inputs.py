@@ -1,12 +1,12 @@
 """Inputs of which kernels need copies, in calls that come again: no later call may get the tensors themselves.
 
-On a GPU results are compared with the recurrence. Elsewhere a GPU is pretended (pretended_gpu.py), and what launches
-of 'hopper' get is compared with what the first one got. Plans name copies (test_plans.py).
+On a GPU results are compared with the recurrence. Elsewhere a GPU is pretended (pretended_gpu.py). There plans of
+'hopper' say what they copy, and each of their calls has to copy it.
 """
 
 import shutil
-from collections import defaultdict
 from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -58,25 +58,59 @@ def inputs(member, copied, device, seed, training):
     return {n: t.detach().requires_grad_(training) if n in TENSORS else t for n, t in x.items()}
 
 
-def layouts(place, member, copied, training):
-    """The layouts of the tensors that each replay gets, call after call."""
+class Launches(NamedTuple):
+    """Those of one plan."""
+
+    copies: set[str]  # tensors of which the plan has a copy
+    used: set[str]  # tensors that kernels get
+    calls: list[Any]  # for each call the layouts of the given tensors, and the tensors that were copied
+
+
+def names_in(values):
+    """The names of layouts in a step's arguments."""
+    from flash_delta.kernels.runtime.plan import Descriptor, Layout
+
+    for value in values:
+        if isinstance(value, Layout):
+            yield value.name
+        elif isinstance(value, Descriptor):
+            yield value.tensor.name
+        elif isinstance(value, tuple):
+            yield from names_in(value)
+
+
+def launches(place, member, copied, training):
+    """All launches of calls, one after the other."""
     from flash_delta.compiler.pretended_gpu import pretended_gpu
-    from flash_delta.kernels.runtime.cuda_driver import Replay
+    from flash_delta.kernels.runtime import run
 
-    found, launch = defaultdict(list), Replay.launch
+    found, filled, fill = [], [], run.fill
 
-    def noting(replay, device, *groups, own=False):
-        tensors = [t for group in groups for t in group]
-        found[id(replay)].append([t if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for t in tensors])
-        launch(replay, device, *groups, own=own)
+    class Noting(run.Launched):
+        def __init__(self, plan, *more):
+            super().__init__(plan, *more)
+            copies = {m.filled.name for m in plan.memory if m.filled is not None}
+            found.append(Launches(copies, {name for step in plan.steps for name in names_in(step.arguments)}, []))
+            self.noted = found[-1]
 
-    with pretended_gpu(place), patch.object(Replay, "launch", noting):
+        def __call__(self, device, groups):
+            filled.clear()
+            results = super().__call__(device, groups)
+            layouts = [None if t is None else (t.dtype, t.stride(), t.data_ptr() % 16) for g in groups for t in g]
+            self.noted.calls.append((layouts, {*filled}))
+            return results
+
+    def noting(t, value, tensors):
+        filled.append(value)
+        fill(t, value, tensors)
+
+    with pretended_gpu(place), patch.object(run, "Launched", Noting), patch.object(run, "fill", noting):
         for seed in range(CALLS):
             x = inputs(member, copied, "cpu", seed, training)
             o, final = MEMBERS[member].op(**x, backend="hopper")
             if training:
                 torch.autograd.grad((o, final), [x["q"], x["v"]], (torch.ones_like(o), torch.ones_like(final)))
-    return list(found.values())
+    return found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is there, and cannot be pretended")
@@ -85,12 +119,14 @@ def layouts(place, member, copied, training):
 @pytest.mark.parametrize("copied", COPIED)
 @pytest.mark.parametrize("member", ["gdn", "kda"])
 def test_later_calls_get_what_the_first_one_got(process, place, member, copied, training):
-    replays = process.submit(layouts, place, member, copied, training).result()
-    assert sum(map(len, replays)) == CALLS * (1 + training)
-    assert len(replays) <= 2 * (1 + training)  # a process's first call is known by a key of Python, and others by C's
-    for calls in replays:
-        n = min(map(len, calls))  # spare tensors, the last ones, are there only once
-        assert all(call[:n] == calls[0][:n] for call in calls)
+    plans = process.submit(launches, place, member, copied, training).result()
+    assert sum(len(of.calls) for of in plans) == CALLS * (1 + training)
+    assert len(plans) <= 2 * (1 + training)  # a process's first call is known by a key of Python, and others by C's
+    for of in plans:
+        read = "g" if member == "gdn" else "initial_state" if "do" in of.used else None  # whose gaps kernels take
+        assert of.copies == COPIED[copied].keys() - {read}
+        assert of.used.isdisjoint(of.copies)
+        assert all(call == (of.calls[0][0], of.copies) for call in of.calls)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from struct import pack, unpack
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ from triton.runtime.driver import driver
 
 from flash_delta import compiler
 from flash_delta.kernels.hopper.device import layouts
-from flash_delta.kernels.runtime import cuda_driver, descriptors, fastcall
+from flash_delta.kernels.runtime import cuda_driver, fastcall
+from flash_delta.kernels.runtime.cuda_driver import BoundStep, Replay, kernel_of
+from flash_delta.kernels.runtime.plan import Descriptor, Layout, Plan, Step
+from flash_delta.kernels.runtime.run import ALIGNED, Launched
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is there"),
@@ -73,7 +77,7 @@ def fake(tmp_path_factory):
         m.setattr(driver, "_active", active)
         active.utils = nvidia.CudaUtils()
         m.setattr(cuda_driver, "load", lambda compiled: compiled.function)
-        m.setattr(fastcall, "_loaded", None)  # and in the end as before
+        m.setattr(fastcall, "loaded", None)  # and in the end as before
         m.setattr(fastcall, "key", fastcall.look)
         loaded.cuCtxSetCurrent(ctypes.c_void_p(8))
         yield loaded
@@ -99,8 +103,12 @@ def taken(fake):
     return got
 
 
-def described(t):
-    return descriptors.Descriptor(t, [640, 128], [128, 1], [64, 128], layouts.TILE.value)
+class Given(NamedTuple):
+    q: Any
+    bounds: Any
+
+
+DESCRIBED = (640, 128), (128, 1), (64, 128), layouts.TILE.value  # sizes, strides, tile
 
 
 def launched_by_triton(fake, compiled, stream, q, bounds):
@@ -108,15 +116,17 @@ def launched_by_triton(fake, compiled, stream, q, bounds):
     m = compiled.metadata
     run(
         3, 2, 1, stream, compiled.function, (m.num_warps, m.num_ctas, m.shared), None, None, None,
-        TensorDescriptor(*described(q)), q, bounds, None, *SCALARS,
+        TensorDescriptor(q, *map(list, DESCRIBED[:3]), DESCRIBED[3]), q, bounds, None, *SCALARS,
     )  # fmt: skip
     return taken(fake)
 
 
-def replay_of(compiled, q, bounds, memory=None):
-    """``memory``: what q is a part of."""
-    plan = descriptors.DescribedPlan((3, 2), (described(q), q, bounds), {"none": None} | dict(enumerate(SCALARS)))
-    return cuda_driver.Replay([descriptors.bind(compiled, plan, {})], (q if memory is None else memory, bounds))
+def replay_of(compiled, q, bounds, start=None):
+    """``start``: where the kernel's q begins in the given one, in bytes."""
+    part = Layout((640, 128), (128, 1), torch.bfloat16, name="q", start=start)
+    whole = Layout((4,), (1,), torch.int32, name="bounds")
+    step = Step(None, (3, 2, 1), None, (Descriptor(part, *DESCRIBED), part, whole, None), dict(enumerate(SCALARS)))
+    return Launched(Plan((step,), (), ()), Given._fields, [compiled], (Given(q, bounds),))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -142,7 +152,7 @@ def test_descriptors_and_pointers_into_a_workspace(fake):
     driver.active.get_current_stream = lambda index: 77
     memories = [torch.empty(256 + 640 * 128 * 2, dtype=torch.uint8) for _ in range(2)]
     parts = [memory[256:].view(torch.bfloat16).view(640, 128) for memory in memories]
-    replay = replay_of(compiled, parts[0], bounds, memories[0])
+    replay = replay_of(compiled, memories[0], bounds, 256)
     for n in (0, 1, 0):
         replay.launch(DEVICE, (memories[n],), (bounds,))
         assert taken(fake) == launched_by_triton(fake, compiled, 77, parts[n], bounds)
@@ -164,34 +174,28 @@ def test_scratch_memory_lies_behind_the_tensors(fake, monkeypatch):
     memory, asked = torch.empty(96, dtype=torch.uint8), []
     monkeypatch.setattr(cuda_driver.torch, "empty", lambda size, **options: asked.append((size, options)) or memory)
     signature = {"x": "*i8", "n": "i64"}
-    workspace = torch.zeros(64, dtype=torch.uint8)
     steps = [
-        cuda_driver.make_step(
-            kernel(scratch, False, signature, (8, 8, 8, 8)), (grid, 1, 1), (workspace.data_ptr() + 16, 5)
-        )
+        BoundStep(kernel_of(kernel(scratch, False, signature, (8, 8, 8, 8))), (grid, 1, 1), ((0, 16), 5))
         for scratch, grid in ((16, 2), (16, 6), (0, 1))
     ]
-    replay, start = cuda_driver.Replay(steps, (workspace,)), memory.data_ptr()
-    for own in (False, True):
-        replay.launch(DEVICE, (at(4096),), own=own)
+    replay, start = Replay(steps, 1), memory.data_ptr()
+    for _ in range(2):
+        replay.launch(DEVICE, (at(4096),))
         assert words(taken(fake), 3) == [(4112, 5, start, 0), (4112, 5, start, 0), (4112, 5, 0, 0)]
     assert asked == [(96, {"dtype": torch.uint8, "device": DEVICE})] * 2
 
 
 def test_what_only_kernels_use_is_one_allocation(fake, monkeypatch):
-    """But for a call that is not from memory, which has brought it. Scratch memory is at the end."""
+    """Scratch memory is at the end."""
     memory, asked = torch.empty(1024, dtype=torch.uint8), []
     monkeypatch.setattr(cuda_driver.torch, "empty", lambda size, **options: asked.append(size) or memory)
     compiled = kernel(64, False, {"x": "*i8", "y": "*i8", "z": "*i8"}, (8,) * 5)
-    x, *spare = (torch.zeros(256, dtype=torch.uint8) for _ in range(3))
-    step = cuda_driver.make_step(compiled, (1, 1, 1), (x, spare[0], spare[1].data_ptr() + 32))
-    replay, start = cuda_driver.Replay([step], (x, *spare), (512, (0, 256))), memory.data_ptr()
-    replay.launch(DEVICE, (at(4096), at(8192)), (at(16),), own=True)
-    assert words(taken(fake), 1) == [(4096, 8192, 48, start, 0)]
+    step = BoundStep(kernel_of(compiled), (1, 1, 1), ((0, 0), (1, 0), (2, 32)))
+    replay, start = Replay([step], 3, (512, (0, 256))), memory.data_ptr()
     for first in (4096, 12288):
         replay.launch(DEVICE, (at(first),))
         assert words(taken(fake), 1) == [(first, start, start + 256 + 32, start + 512, 0)]
-    assert asked == [64, 576, 576]
+    assert asked == [576, 576]
 
 
 class Strange(torch.Tensor):
@@ -209,9 +213,8 @@ def test_kernels_get_tensors_where_they_lie(fake):
         x,
     )  # fmt: skip
     signature = {f"x{n}": "*i8" for n in range(len(tensors))}
-    parameters = tuple(at(16 * n) for n in range(len(tensors)))
-    step = cuda_driver.make_step(kernel(0, False, signature, (8,) * (len(tensors) + 2)), (1, 1, 1), parameters)
-    replay = cuda_driver.Replay([step], parameters)
+    compiled, places = kernel(0, False, signature, (8,) * (len(tensors) + 2)), [(n, 0) for n in range(len(tensors))]
+    replay = Replay([BoundStep(kernel_of(compiled), (1, 1, 1), tuple(places))], len(tensors))
     for given in (tensors, tensors[::-1]):
         replay.launch(DEVICE, given)
         assert words(taken(fake), 1) == [(*(0 if t is None else t.data_ptr() for t in given), 0, 0)]
@@ -219,10 +222,9 @@ def test_kernels_get_tensors_where_they_lie(fake):
 
 def of_one_tensor(*functions):
     """A launch of every kernel, of that tensor."""
-    compiled, x = kernel(0, False, {"x": "*i8"}, (8,) * 3), at(4096)
-    step = cuda_driver.make_step(compiled, (1, 1, 1), (x,))
+    step = BoundStep(kernel_of(kernel(0, False, {"x": "*i8"}, (8,) * 3)), (1, 1, 1), ((0, 0),))
     steps = [step._replace(kernel=step.kernel._replace(function=function)) for function in functions]
-    return cuda_driver.Replay(steps or [step], (x,))
+    return Replay(steps or [step], 1)
 
 
 def test_no_call_is_launched_with_other_tensors_than_it_has(fake):
@@ -241,12 +243,14 @@ def test_no_call_is_launched_with_other_tensors_than_it_has(fake):
 
 
 WRONG = [
-    ("*i8", 4096 + 64, ValueError, "expected a pointer into one of the call's tensors, got 4160"),
-    ("*i8", None, ValueError, "expected a pointer into one of the call's tensors, got None"),
-    ("*i8", (5, 0), ValueError, "expected the number of a tensor of the call, got \\(5, 0\\)"),
+    ("*i8", 4096 + 64, TypeError, "expected a pointer's place, got 4160"),
+    ("*i8", None, TypeError, "expected a pointer's place, got None"),
+    ("*i8", torch.empty(3), TypeError, "expected a pointer's place, got tensor"),
+    ("*i8", 0.5, TypeError, "expected a pointer's place, got 0.5"),
+    ("*i8", (3, 0), ValueError, "expected the number of a tensor of the call, got \\(3, 0\\)"),
     ("*i8", (-1, 0), ValueError, "expected the number of a tensor of the call, got \\(-1, 0\\)"),
-    ("*i8", torch.empty(3), ValueError, "expected a pointer into one of the call's tensors, got tensor"),
-    ("*i8", 0.5, AttributeError, "data_ptr"),
+    ("*i8", (0,), TypeError, "2 arguments"),
+    ("*i8", (0, 0.5), TypeError, "float|integer"),
     ("i32", 2**31, OverflowError, "expected a number of 32 bits, got 2147483648"),
     ("i32", -(2**31) - 1, OverflowError, "expected a number of 32 bits"),
     ("u32", 2**32, OverflowError, "expected a number of 32 bits"),
@@ -263,12 +267,16 @@ WRONG = [
 
 @pytest.mark.parametrize(("kind", "value", "error", "message"), WRONG)
 def test_what_kernels_do_not_take_is_refused(fake, kind, value, error, message):
-    step = cuda_driver.make_step(kernel(0, False, {"x": kind}, (8,) * 3), (1, 1, 1), (value,))
+    step = BoundStep(kernel_of(kernel(0, False, {"x": kind}, (8,) * 3)), (1, 1, 1), (value,))
     with pytest.raises(error, match=message):
-        cuda_driver.Replay([step], (at(4096), torch.empty(64, dtype=torch.uint8), None))
-    good = cuda_driver.make_step(kernel(0, False, {"x": kind}, (8,) * 3), (1, 1, 1), (value, 1))
+        Replay([step], 3)
     with pytest.raises((error, ValueError)):
-        cuda_driver.Replay([good], (at(4096),))
+        Replay([step._replace(values=(value, 1))], 3)
+
+
+def test_a_frame_has_a_tensor_for_every_place(fake):
+    with pytest.raises(ValueError, match="expected a tensor for every place"):
+        Replay([], 1, (512, (0, 256)))
 
 
 def test_numbers_of_every_size(fake):
@@ -279,7 +287,7 @@ def test_numbers_of_every_size(fake):
     values += (2**8 - 1, 2**16 - 1, 2**32 - 1, 2**64 - 1, 1e300, 0.1, True)
     sizes = (1, 2, 4, 8) * 4
     compiled = kernel(0, False, kinds, (*sizes, 8, 4, 1, 8, 8))
-    cuda_driver.Replay([cuda_driver.make_step(compiled, (1, 1, 1), values)], ()).launch(DEVICE)
+    Replay([BoundStep(kernel_of(compiled), (1, 1, 1), values)], 0).launch(DEVICE)
     assert taken(fake)[40:] == pack("<bhiqbhiqBHIQBHIQdfb", *values) + bytes(16)
 
 
@@ -302,8 +310,8 @@ def test_launches_keep_nothing(fake):
 
 
 def test_a_call_without_launches(fake):
-    cuda_driver.Replay([], (at(4096),)).launch(DEVICE, (at(8192),))
-    cuda_driver.Replay([], ()).launch(DEVICE)
+    Replay([], 1).launch(DEVICE, (at(8192),))
+    Replay([], 0).launch(DEVICE)
     assert taken(fake) == b""
 
 
@@ -348,7 +356,7 @@ def test_a_descriptor_that_is_refused(fake, monkeypatch):
     q, bounds = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32)
     stands_in(monkeypatch, lambda *_: 0, lambda *_: 1)
     replay = replay_of(kernel(), q, bounds)
-    replay.launch(DEVICE, (q, bounds))
+    replay.launch(DEVICE, (at(q.data_ptr() & -ALIGNED), bounds))  # the address that it was made with
     with pytest.raises(RuntimeError, match="CUDA could not describe a tensor: error 1, all is fake"):
         replay.launch(DEVICE, (q.clone(), bounds))
 

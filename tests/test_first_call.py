@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -23,9 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime._allocation import NullAllocator, _allocator
 
 from flash_delta import chunk_delta_rule
-from flash_delta.kernels.runtime import launch, turns
+from flash_delta.kernels.runtime import launch, run, turns
 from flash_delta.kernels.runtime.together import compile_together
-from flash_delta.problem import NormProblem
 
 ROWS = {"gdn": 0, "kda": 3}  # of training_step.ROWS
 
@@ -114,39 +112,30 @@ class Kernel:
 def test_large_kernels_are_compiled_first(monkeypatch):
     """Those with many descriptors before others, whatever the order of launches."""
     monkeypatch.setattr(launch.fastcall, "API", None)
-    monkeypatch.setattr(launch, "_compiled", {})
-    monkeypatch.setattr(launch, "_ready", set())
     asked = []
     small, large, by_hand, longer = (Kernel(*of, asked) for of in ((0, 1), (0, 9), (2, 5), (2, 7)))
     whole = Kernel(3, 5, asked)
-
-    def kernels(c):
-        for kernel in (small, by_hand, large, whole, longer):
-            c.compiling[id(kernel),] = partial(kernel.warmup, *kernel.given, grid=1)
-            c.compiling[id(kernel),] = partial(kernel.warmup, *kernel.given, grid=2)
-
-    p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), eps=1e-5, activation=None)
-    launch._compile((launch.Call(p, None, (), SimpleNamespace(key=7), False), kernels))
+    kernels = small, by_hand, large, whole, longer
+    wanted = {(id(kernel),): partial(kernel.warmup, *kernel.given, grid=2) for kernel in kernels}
+    assert launch.compile_all(wanted) == {(id(kernel),): (kernel, 2) for kernel in asked}
     assert asked == [whole, longer, by_hand, large, small]
-    assert launch._compiled == {(id(kernel),): (kernel, 2) for kernel in asked}
-    assert launch._ready == {7}
 
 
 def compilations(place, row, changes):
-    """How often a step compiles, and how many calls' kernels at a time."""
+    """How many kernels a step compiles, each time that it compiles any."""
     sys.path.append(EXAMPLES)
     import training_step
 
     from flash_delta.compiler.pretended_gpu import pretended_gpu
 
-    found, compile_ = [], launch._compile
+    found, compile_all = [], run.compile_all
 
-    def noting(*calls):
-        found.append(len(calls))
-        compile_(*calls)
+    def noting(wanted):
+        found.append(len(wanted))
+        return compile_all(wanted)
 
     workload = training_step.ROWS[row]
-    with pretended_gpu(place), patch.object(launch, "_compile", noting), patch.object(launch, "_ready", set()):
+    with pretended_gpu(place), patch.object(run, "compile_all", noting), patch.object(run, "compiled", {}):
         step = training_step.make_step(workload, torch.device("cpu"))
         op = partial(workload.op.op, *step.tensors, **changes)
         torch.autograd.grad(op()[0], step.tensors, torch.zeros_like(step.tensors[2]))
@@ -158,7 +147,7 @@ def compilations(place, row, changes):
 @pytest.mark.parametrize("changes", [{}, {"disable_recompute": True}], ids=str)
 @pytest.mark.parametrize("member", ROWS)
 def test_the_backward_pass_is_compiled_beside_the_forward_pass(process, place, member, changes):
-    assert process.submit(compilations, place, ROWS[member], changes).result() == [2]
+    assert len(process.submit(compilations, place, ROWS[member], changes).result()) == 1
 
 
 def failures():

@@ -13,29 +13,33 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.driver import driver
 
 import flash_delta
+from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.hopper import backend
+from flash_delta.kernels.hopper.channel import plan as by_channel
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
-from flash_delta.kernels.hopper.channel import run as by_channel
 from flash_delta.kernels.hopper.device import layouts
 from flash_delta.kernels.hopper.plans import boxes
 from flash_delta.kernels.hopper.plans.columns import as_heads, joined
 from flash_delta.kernels.hopper.plans.splits import loop_tile, loop_tiles
-from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE
-from flash_delta.kernels.hopper.scalar import listed
-from flash_delta.kernels.hopper.scalar.backward import run as by_hand
-from flash_delta.kernels.hopper.scalar.backward.memory import Tapes
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.hopper.scalar.backward import plan as by_hand
 from flash_delta.kernels.hopper.scalar.forward import loop, rates
-from flash_delta.kernels.runtime import arguments, cuda_driver, descriptors
-from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.hopper.scalar.segments.memory import new_maps
+from flash_delta.kernels.runtime import cuda_driver, run
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.plan import Descriptor, Making, layout_of, layouts_of
 from flash_delta.kernels.triton import backend as triton
+from flash_delta.kernels.triton.backward.plan import OutputGradients
 from flash_delta.ops import _backend
 from flash_delta.problem import Gate, Inputs, Pools, Problem, gate_of
 from flash_delta.reference import backend as torch_backend
 from flash_delta.testing import MEMBERS, make_inputs
 from flash_delta.testing.cases import CASES
 from tests.changed import changed
+from tests.gluon_emulator import launch
 from workshop.gate.cases.hopper import CASES as CASES_COMPILED
+from workshop.gate.cases.hopper import ByHand
+from workshop.gate.cases.rule import Planned
 
 BY_NAME = {case.name: case for case in CASES}
 BOUNDED, FREE = (Gate("channel", True, bound, torch.bfloat16) for bound in (-5.0, None))
@@ -54,7 +58,7 @@ def problem(**changes) -> Problem:
 @pytest.fixture
 def on_a_card(monkeypatch):
     """A Hopper GPU of 132 multiprocessors, for all that only asks what there is."""
-    for module in (backend, by_channel, channel_prefill, listed):
+    for module in (backend, by_channel, channel_prefill):
         monkeypatch.setattr(module, "chip_of", lambda device: Chip("sm_90", 132))
 
 
@@ -125,9 +129,9 @@ def test_what_it_cannot_run_it_says(on_a_card, changes, reason):
 
 
 def test_of_every_chunk_its_inverse_its_state_and_u_are_saved():
-    p = problem(needs_grad=True, disable_recompute=True, device=torch.device("meta"))
+    p = problem(needs_grad=True, disable_recompute=True)
     numbers = 3 * 64 * 32 + 128 * 128 + 64 * 128
-    assert by_hand.for_backward(p).layout.bytes == p.HV * 2 * numbers
+    assert by_hand.saved_bytes(p) == count_slots(p) * p.HV * 2 * numbers
 
 
 def test_what_else_is_said_of_a_call(on_a_card):
@@ -294,7 +298,7 @@ def test_half_a_state_per_program_if_the_longest_sequence_takes_longest():
 
 def test_a_ragged_descriptor_names_the_rows_of_a_sequence():
     """Row e - i of a sequence that ends before row e, in bytes modulo 2^64; behind the end, it is outside."""
-    q = torch.empty(2, 40, 3, 512, dtype=torch.bfloat16)[..., :128]
+    q = layout_of(torch.empty(2, 40, 3, 512, dtype=torch.bfloat16)[..., :128])
     described, clip = boxes.ragged(q, 128), layouts.RAGGED.value
     for start, length, row, head in ((0, 40, 0, 0), (5, 30, 29, 2), (boxes.token_stride(q) + 7, 9, 8, 1)):
         at = (clip, start + length, clip - length + row, head * q.stride(2))
@@ -307,19 +311,17 @@ def test_a_ragged_descriptor_names_the_rows_of_a_sequence():
 def test_what_the_copy_engine_cannot_describe_is_copied():
     rows = torch.randn(2, 8, 3, 257).bfloat16()
     heads = rows[..., :256].contiguous()[..., :128]
-    assert boxes.described(heads) is heads
-    for other in (rows[..., :256:2], rows[..., 1:129], heads.transpose(0, 1), heads[:, :1].expand(2, 8, 3, 128)):
-        copy = boxes.described(other)
-        assert copy.data_ptr() != other.data_ptr()
-        assert torch.equal(copy, other)
-        assert boxes.described(copy) is copy
-
-
-def call(form="packed"):
-    """Returns a call of the compile gate, on tensors that are nowhere."""
-    p, x = CASES_COMPILED[form]()
-    c = make_call(p, x, ("test",))._replace(direct=False)
-    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), rates.new_rates(p)
+    made, given = Making(), layout_of(heads)
+    assert boxes.describe(made, given) is given
+    others = rows[..., :256:2], rows[..., 1:129], heads.transpose(0, 1), heads[:, :1].expand(2, 8, 3, 128)
+    for number, other in enumerate(others):
+        given = layout_of(other, f"x{number}")
+        copy = boxes.describe(made, given)
+        assert copy.filled is given
+        assert copy.whole
+        assert copy.shape == given.shape
+        assert boxes.describe(made, copy) is copy
+    assert len(made) == len(others)
 
 
 class Compiled(SimpleNamespace):
@@ -350,45 +352,50 @@ def compiled(monkeypatch):
     utils = SimpleNamespace(fill_tma_descriptor_tiled=lambda address, swizzle, size, kind, box, *rest: box)
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target, utils=utils))
     monkeypatch.setattr(cuda_driver, "load", lambda kernel: kernel.function)
-    monkeypatch.setattr(descriptors, "compiled_as", lambda name: known)
-    return boxes
+    return known, boxes
 
 
 def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compiled):
     """test_cuda_launch.py tests the bytes of a launch."""
-    c, o, final, rates = call()
-    c = c._replace(steps=[])
-    loop.run_loop(c, o, final, rates, None, NARROW)
-    (step,) = c.steps
-    assert step.kernel[:5] == ("loop", 7, 128, 8, True)
-    assert step.grid == (1, 2, 1)
-    kinds = re.sub(r"M(i+)(q+)", "M", step.kernel.letters.decode().replace("(", "").replace(")", ""))
+    kernel, sizes = compiled
+    kernels = ByHand("packed")
+    x, (o, final) = kernels.x, kernels.results()
+    loop.run_loop(kernels.c, o, final, kernels.rates, None, NARROW)
+    (step,) = kernels.c.steps
+    assert (step.grid, step.tile) == ((1, 2, 1), BY_HAND)
+    found = cuda_driver.kernel_of(kernel)
+    assert found[:5] == ("loop", 7, 128, 8, True)
+    kinds = re.sub(r"M(i+)(q+)", "M", found.letters.decode().replace("(", "").replace(")", ""))
     assert kinds == "MMMMMxxxMMxxPxxx" + 12 * "i" + "iii" + "i" + 15 * "x"
-    maps = [value for value in step.values if isinstance(value, tuple) and isinstance(value[0], tuple)]
-    described = [c.x.q, c.x.k, c.x.v, o, rates, c.x.initial_state, final]
-    assert all(m[0][1] is t for m, t in zip(maps, described, strict=True))
-    assert [m[0][0] for m in maps] == [[1, 1, 64, 64 + n] for n in range(7)]
-    ragged = boxes.ragged(c.x.k, 128)
+    described = [value for value in step.arguments if type(value) is Descriptor]
+    tensors = [x.q, x.k, x.v, o, kernels.rates, x.initial_state, final]
+    assert all(d.tensor is t for d, t in zip(described, tensors, strict=True))
+    words = {t.name: number for number, t in enumerate(tensors)}
+    values = run._described(step.arguments, kernel, words, 256, {})
+    maps = [value for value in values if isinstance(value, tuple) and isinstance(value[0], tuple)]
+    assert [m[0] for m in maps] == [(size["block_size"], (n, 0), 256) for n, size in enumerate(sizes)]
+    ragged = boxes.ragged(x.k, 128)
     assert maps[1][1:] == (*ragged.shape, *ragged.strides)
-    assert step.values[12] is c.x.cu_seqlens
+    assert step.arguments[12] is x.cu_seqlens
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("left", [False, True])
-def test_a_backward_pass_begins_with_a_launch_that_waits(compiled, monkeypatch, split, left):
+def test_a_backward_pass_begins_with_a_launch_that_waits(compiled, split, left):
     """For what came before, which may have written what the next kernel looks at first: the copies of padded heads."""
-    launched, plans = [], []
-    for name in [name for name in vars(by_hand) if re.match("run_(?!kernels|backward|widen|narrow)", name)]:
-        monkeypatch.setattr(by_hand, name, lambda *given, name=name: launched.append((name, given)))
-    w, gates = SimpleNamespace(starts=split or None), SimpleNamespace(rates=None, decays=None)
-    memory = gates, w, SimpleNamespace(D=None, ends=None), Tapes(None, None), None, None
-    by_hand.run_kernels(None, None, memory, by_hand.ForwardLeft(left, left), None, None, None)
-    assert len(launched) > 2
-    assert launched[0][0] == "run_rates_back"
-    monkeypatch.setattr(arguments, "launch", lambda c, step: plans.append(step))
-    c = call()[0]
-    rates.run_rates_back(c, rates.new_rates(c.p), None, None)
-    assert [plan.follows for plan in plans] == [False]
+    p, x = CASES_COMPILED["saving" if left else "training"]()
+    made, length = Making(), 128 if split else None
+    do, saved = (
+        made.new("do", (p.B, p.T, p.HV, p.V), p.dtype),
+        made.new("saved", (by_hand.saved_bytes(p),), torch.uint8),
+    )
+    kept = by_hand.Kept(saved, new_maps(made, p, length) if split and left else None)
+    after, choice = OutputGradients(do, None), by_hand.ScanBack(length)
+    first, *more = by_hand.plan_backward(p, Chip("sm_90", 132), layouts_of(x), after, kept, choice=choice).steps
+    assert first.kernel is rates.rates
+    assert not first.follows
+    assert len(more) > 1
+    assert all(step.follows for step in more[:-2]), "the last ones sum the gradients of vectors"
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
@@ -406,8 +413,10 @@ def test_rates(raw, HV):
         x = x._replace(A_log=torch.rand(HV), dt_bias=torch.randn(HV))
     p = problem(T=T, H=H, HV=HV, N=3, dtype=q.dtype, device=q.device, scale=0.3, l2norm=raw)
     p = p._replace(gate=gate_of(("scalar", raw, None), x.g, x.A_log, x.dt_bias), raw_beta=raw)
-    o, out = torch.empty(1, T, HV, 128), rates.new_rates(p)
-    rates.run_rates(make_call(p, x, ("test",)), o, out)
+    kernels = Planned(p, x)
+    rates.run_rates(kernels.c, kernels.results().o, rates.new_rates(kernels.made, p))
+    _, memory = launch(kernels.c.plan(), x)
+    o, out = memory["o"], memory["rates"]
     g, beta = x.g[0], x.beta[0]
     if raw:
         g = -x.A_log.exp() * torch.nn.functional.softplus(g + x.dt_bias)

@@ -9,8 +9,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from hostile_bounds import HOSTILE, T, hostile
 
 import flash_delta
-from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.hopper.scalar import plan as scalar_forward
+from flash_delta.kernels.hopper.scalar.backward import plan as scalar_backward
+from flash_delta.ops import _known_calls
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
 
@@ -30,28 +32,24 @@ def of_width(width: int, case: Case, values: int | None = None) -> Case:
         (128, WIDE, 64),
         (64, SLIM, None),
         (64, SLIM, 64),
-        (256, None, None),
+        (256, WIDE, None),
     ],
     ids=["wide", "narrow", "segments", "slim", "segments-64", "whole"],
 )
-def form(request):
-    """K and V, the loop's tile, and tokens of a segment."""
-    return request.param
-
-
-def take(monkeypatch, form):
-    _, tile, length = form
-    monkeypatch.setattr(backend, "loop_tile", lambda p, chip, saving: SAVING[p.K] if saving else tile)
-    monkeypatch.setattr(backend, "split_length", lambda p, processors, back: length)
-    monkeypatch.setattr(backend, "FORWARD", ("hopper", form))  # of its own: what was launched is remembered
+def width(request, monkeypatch):
+    """K and V. Every call selects the same tile of the loop, and the same number of tokens of a segment."""
+    width, tile, length = request.param
+    monkeypatch.setattr(scalar_forward, "loop_tile", lambda p, chip, saving: SAVING[p.K] if saving else tile)
+    monkeypatch.setattr(scalar_backward, "split_length", lambda p, processors, back: length)
+    monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())  # they know what they have launched
+    return width
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FORMS + OPTIONS)
 @torch.no_grad()
-def test_against_the_recurrence(monkeypatch, name, dtype, form):
-    take(monkeypatch, form)
-    member, case = MEMBERS["gdn"], of_width(form[0], BY_NAME[name])
+def test_against_the_recurrence(name, dtype, width):
+    member, case = MEMBERS["gdn"], of_width(width, BY_NAME[name])
     x = make_inputs(case, member, dtype)
     wanted = recurrence(
         member, {n: t.double() for n, t in x.items() if torch.is_tensor(t) and t.is_floating_point()}, x
@@ -93,15 +91,13 @@ def check_gradients(width, name, dtype, values=None, **options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [*FORMS, *OPTIONS, "in-kernel-strong", "zero-beta", "zero-keys"])
-def test_gradients_against_the_recurrence(monkeypatch, name, dtype, form):
-    take(monkeypatch, form)
-    check_gradients(form[0], name, dtype)
+def test_gradients_against_the_recurrence(name, dtype, width):
+    check_gradients(width, name, dtype)
 
 
 @pytest.mark.parametrize("name", ["ragged", "packed", "no-initial-state", "in-kernel-packed", "one-token"])
-def test_gradients_of_states_that_forward_has_saved(monkeypatch, name, form):
-    take(monkeypatch, form)
-    check_gradients(form[0], name, torch.bfloat16, disable_recompute=True)
+def test_gradients_of_states_that_forward_has_saved(name, width):
+    check_gradients(width, name, torch.bfloat16, disable_recompute=True)
 
 
 @pytest.mark.parametrize("name", ["ragged", "packed", "no-initial-state", "in-kernel-packed", "state-v-first"])
@@ -112,11 +108,10 @@ def test_values_wider_than_keys(K, V, name):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_wrong_bounds_touch_no_memory_but_the_calls(monkeypatch, name, form):
+def test_wrong_bounds_touch_no_memory_but_the_calls(name, width):
     """Forward and backward. A call after it is right."""
-    take(monkeypatch, form)
     bounds = hostile(name, "cuda")
-    case = of_width(form[0], Case("", "", B=1, T=T, HV=2, lengths=(T, *(0 for _ in bounds[2:]))))
+    case = of_width(width, Case("", "", B=1, T=T, HV=2, lengths=(T, *(0 for _ in bounds[2:]))))
     x = make_inputs(case, MEMBERS["gdn"], torch.bfloat16, "cuda")
     for saving in (False, True):
         run(MEMBERS["gdn"], x | {"cu_seqlens": bounds, "disable_recompute": saving}, "hopper")

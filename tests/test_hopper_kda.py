@@ -10,16 +10,17 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.channel import forget, loop, prepare, run, scan
+from flash_delta.kernels.hopper.channel import forget, loop, plan, prepare, scan
 from flash_delta.kernels.hopper.channel.backward import gradients
-from flash_delta.kernels.hopper.plans import tiles
-from flash_delta.kernels.runtime import calls
+from flash_delta.kernels.hopper.channel.plan import Scan, choose_forward, plan_forward
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.plan import EVERY, layouts_of
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
 from flash_delta.testing.accuracy import run as run_op
 from flash_delta.testing.cases import Case
-from tests.gluon_emulator import Kernel, emulated, take_every_call
+from tests.gluon_emulator import emulate, launch, take_every_call
 from tests.hostile_bounds import T, hostile, leave_unread
 from workshop.tune.stages_hopper import STAGES
 
@@ -73,26 +74,34 @@ def inputs_of(case, g_dtype=torch.bfloat16, device="cpu"):
     return x
 
 
+SCANS = {
+    "loop": Scan(CHANNEL_WHOLE),
+    "half": Scan(CHANNEL_HALF),
+    "scan_channels": Scan(None),
+    "scan": Scan(None),
+    "parts": Scan(None, parts=3),
+}
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The backend with its kernels emulated, as the choice of every call. `channel_loop` does it all, with whole states
-    or with halves, or `scan_channels` scans, or `scan`."""
-    kernels = (
-        (loop, "channel_loop"), (prepare, "prepare"), (scan, "scan_channels"), (gradients, "chunk_back"),
+    or with halves, or `scan_channels` scans, or `scan`. Returns the problem, inputs and outputs of each call."""
+    emulate(
+        monkeypatch, (loop, "channel_loop"), (prepare, "prepare"), (scan, "scan_channels"), (gradients, "chunk_back"),
         (forget, "find_forgetting"),
     )  # fmt: skip
-    for module, name in kernels:
-        path = module.__name__.removeprefix("flash_delta.kernels.hopper.")
-        kernel = Kernel(getattr(emulated("flash_delta.kernels.hopper", path), name))
-        monkeypatch.setattr(module, name, kernel)
 
     def chosen(how):
-        tile = tiles.CHANNEL_HALF if how == "half" else tiles.CHANNEL_WHOLE
-        monkeypatch.setattr(run, "channel_tile", lambda p, chip: tile if how in ("loop", "half") else None)
-        monkeypatch.setattr(run, "may_scan_channels", lambda p, chip: True)
-        monkeypatch.setattr(run, "_scans", lambda p: p.writes_states or how == "scan")
-        monkeypatch.setattr(run, "loop_parts", lambda p, chip: 3 if how == "parts" else 1)
-        take_every_call(monkeypatch, backend.forward, backend.backward)
+        seen = []
+
+        def forward(p, x):
+            seen.append((p, x, backend.forward(p._replace(batch_invariant=how == "scan"), x)))
+            return seen[-1][2]
+
+        monkeypatch.setattr(plan, "choose_forward", lambda p, chip: SCANS[how])
+        take_every_call(monkeypatch, forward, backend.backward)
+        return seen
 
     return chosen
 
@@ -184,64 +193,54 @@ def test_pieces(on_cpu, falling):
 
 @pytest.mark.parametrize(("options", "decay"), [(RAW, "mild"), (FREE, "strong")])
 @torch.no_grad()
-def test_no_bit_depends_on_borders(on_cpu, monkeypatch, options, decay):
+def test_no_bit_depends_on_borders(on_cpu, options, decay):
     """Programs of the loop hand states over (plans/tape.py)."""
     case = replace(PACKED, T=730, lengths=(330, 0, 130, 70, 200), options=options, decay=decay)
-    x, cuts = inputs_of(case), []
-    on_cpu("loop")
-    monkeypatch.setattr(run, "needs_tape", lambda *given: False)
+    seen, x = on_cpu("loop"), inputs_of(case)
     want = KDA.op(**x)
-
-    def noted(c, o, final, t, *more, tape):
-        launched(c, o, final, t, *more, tape=tape)
-        cuts.append(int(tape.table[5 + 2 * tape.programs : 5 + 4 * tape.programs].sum()))
-
-    for module in (run, calls):
-        monkeypatch.setattr(module, "chip_of", lambda device: Chip("interpreter", 3))
-    launched = run.run_channel_loop
-    monkeypatch.setattr(run, "run_channel_loop", noted)
-    monkeypatch.setattr(run, "needs_tape", lambda *given: True)
-    got = KDA.op(**x)
-    assert cuts[0] > 0
+    p, x, _ = seen[0]
+    taped = plan_forward(p, Chip("interpreter", 3), layouts_of(x), choice=Scan(CHANNEL_WHOLE, taped=True))
+    (*got, _), memory = launch(taped, x)
+    programs = taped.steps[-1].grid[0]
+    assert memory["table of tape"][5 + 2 * programs : 5 + 4 * programs].sum() > 0
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("options", [RAW, {}])
 @pytest.mark.parametrize("lengths", [None, (0, 500, 1, 20)])
 @torch.no_grad()
-def test_parts(on_cpu, monkeypatch, lengths, options):
+def test_parts(on_cpu, lengths, options):
     """Where gates forget, sequences are scanned in parts, to the bits of a scan of the whole. In the second call one
     channel of one head does not forget, and `prepare` and `scan_channels` do it all."""
     case = replace(ROW, T=521, H=1, HV=2, lengths=lengths, options=options)
     x = inputs_of(case, torch.float32)
     raw = "use_gate_in_kernel" in options
     x["g"].data += 8.0 if raw else -3.0
-    forgets, new = [], run.new_forgets
-    monkeypatch.setattr(run, "new_forgets", lambda p: forgets.append(new(p)) or forgets[-1])
-    on_cpu("loop")
+    seen = on_cpu("loop")
     whole = KDA.op(**x)
-    on_cpu("parts")
-    assert all(map(torch.equal, KDA.op(**x), whole))
+    p, given, _ = seen[0]
+    in_parts = plan_forward(p, Chip("interpreter", 1), layouts_of(given), choice=SCANS["parts"])
     programs = 2 * 2 * (1 if lengths is None else 4)
-    assert forgets[-1][:programs].tolist() == [1] * programs
+    (*parts, _), memory = launch(in_parts, given)
+    assert all(map(torch.equal, parts, whole))
+    assert memory["forgets"][:programs].tolist() == [1] * programs
     x["g"].data[..., 1, 77] = -30.0 if raw else -0.01
-    parts = KDA.op(**x)
-    assert 0 in forgets[-1][:programs]
+    (*parts, _), memory = launch(in_parts, given)
+    assert 0 in memory["forgets"][:programs]
     on_cpu("scan_channels")
     assert all(map(torch.equal, KDA.op(**x), parts))
 
 
+@pytest.mark.parametrize(("options", "parts"), [(RAW, 4), ({}, 4), (FREE, 1)])
 @torch.no_grad()
-def test_no_parts_without_a_bound(on_cpu, monkeypatch):
+def test_no_parts_without_a_bound(on_cpu, options, parts):
     """With raw gates without a bound nothing looks whether gates forget."""
-    x = inputs_of(replace(ROW, T=70, options=FREE), torch.float32)
-    looked = []
-    monkeypatch.setattr(run, "run_find_forgetting", lambda *given: looked.append(given))
-    on_cpu("scan_channels")
-    want = KDA.op(**x)
-    on_cpu("parts")
-    assert all(map(torch.equal, KDA.op(**x), want))
-    assert not looked
+    seen, chip = on_cpu("loop"), Chip("sm_90", 132)
+    KDA.op(**inputs_of(replace(ROW, T=70, options=options), torch.float32))
+    p, x, _ = seen[0]
+    assert choose_forward(p._replace(T=2100, lengths=(2100,)), chip) == Scan(None, parts=parts)
+    kernels = [step.kernel for step in plan_forward(p, chip, layouts_of(x), choice=EVERY).steps]
+    assert (forget.find_forgetting in kernels) == (parts > 1)
 
 
 @pytest.mark.parametrize("how", ["scan_channels", "loop"])
@@ -297,11 +296,9 @@ def test_stages_of_the_tuner(on_cpu, name):
 
 
 @pytest.mark.parametrize("cell", TRAINING)
-def test_compiled_code_is_told_what_forward_saves(on_cpu, monkeypatch, cell):
+def test_compiled_code_is_told_what_forward_saves(on_cpu, cell):
     case, g_dtype = TRAINING[cell]
-    seen, forward = [], backend.forward
-    monkeypatch.setattr(backend, "forward", lambda p, x: seen.append((p, x, forward(p, x))) or seen[-1][2])
-    on_cpu("scan")
+    seen = on_cpu("scan")
     KDA.op(**inputs_of(case, g_dtype))
     p, x, made = seen[0]
     told, saved = ([(t.shape, t.dtype) for t in tensors] for tensors in (backend.empty_saved(p, x), made.saved))

@@ -15,15 +15,18 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.channel.backward import gradients
 from flash_delta.kernels.hopper.channel.backward import run as channel_backward
-from flash_delta.kernels.hopper.plans.unplanned import CHUNKS, backward_by
+from flash_delta.kernels.hopper.channel.plan import plan_backward
+from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.plan import layouts_of
 from flash_delta.kernels.runtime.workspace import DeepChunks
 from flash_delta.kernels.triton import backend as triton
-from flash_delta.ops import _backend, _function
-from flash_delta.problem import Gate
+from flash_delta.kernels.triton.backward.chunks import CHUNKS
+from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved
+from flash_delta.problem import Gate, Inputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
 from flash_delta.testing.cases import Case
-from tests.gluon_emulator import Kernel, emulated
+from tests.gluon_emulator import emulate, take_every_call
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
 KDA = MEMBERS["kda"]
@@ -57,15 +60,10 @@ SCATTERS = {"dA_log": 0.02}  # one number a head, a sum of many that cancel: doc
 @pytest.fixture
 def on_cpu(monkeypatch):
     def chosen():
-        made = emulated("flash_delta.kernels.hopper", "channel.backward.gradients")
-        monkeypatch.setattr(gradients, "chunk_back", Kernel(made.chunk_back))
+        emulate(monkeypatch, (gradients, "chunk_back"))
         chunks = CHUNKS._replace(hands=(DeepChunks,), find=channel_backward.find_gradients)
-        taken = SimpleNamespace(
-            forward=triton.forward, backward=partial(backward_by, chunks), unsupported=lambda p: None,
-            preference=lambda p: (0, None),
-        )  # fmt: skip
-        monkeypatch.setattr(_function, "load_backend", lambda name: taken)
-        monkeypatch.setattr(_backend, "_find", lambda name, on_cpu, load: taken)
+        monkeypatch.setattr(triton, "plan_backward", partial(triton.plan_backward, chunks=chunks))
+        take_every_call(monkeypatch, triton.forward)
 
     return chosen
 
@@ -84,13 +82,15 @@ def test_against_the_recurrence(on_cpu, cell):
         assert error <= max(allowed(rounded, torch.bfloat16), SCATTERS.get(tensor, 0.0)), tensor
 
 
-def test_a_promise_rules_the_second_launch_out(monkeypatch):
+def test_a_promise_rules_the_second_launch_out():
     """That for chunks in which a channel falls too far."""
-    rest, memory = [], (SimpleNamespace(views=lambda: [None] * 6),)
-    monkeypatch.setattr(channel_backward, "run_chunk_back", lambda *given, **form: rest.append(form["rest"]))
+    x, rest = make_inputs(ROW, KDA, torch.bfloat16), []
+    given = Inputs(**{name: x.get(name) for name in Inputs._fields})
+    groups = [layouts_of(group) for group in (given, OutputGradients(x["v"], None), Saved(None))]
     for promise in ({}, {"safe_gate": True}, {"lower_bound": -1.0}):
-        p = explain(KDA.op, **make_inputs(ROW, KDA, torch.bfloat16), **promise).problem
-        channel_backward.find_gradients(SimpleNamespace(p=p, more=(None,)), memory, None)
+        p = explain(KDA.op, **x, **promise).problem
+        plan = plan_backward(p, Chip("sm_90", 132), *groups, choice=None)
+        rest += [step.constants["DEEP"] for step in plan.steps if step.kernel is gradients.chunk_back]
     assert rest == [False, True, False, False]
 
 

@@ -9,8 +9,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from dataclasses import replace
 
 import flash_delta
-from flash_delta.kernels.hopper.channel import run
-from flash_delta.kernels.hopper.plans import tiles
+from flash_delta.kernels.hopper.channel import plan
+from flash_delta.kernels.hopper.channel.plan import Scan
+from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE
+from flash_delta.ops import _known_calls
 from flash_delta.testing import allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
 from flash_delta.testing.accuracy import run as run_op
@@ -30,13 +32,20 @@ LONG_TRAINING = TRAINING | {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_known_calls():
+    """No call is launched as one before it, for which a test has chosen."""
+    _known_calls.calls.clear()
+    yield
+    _known_calls.calls.clear()
+
+
 @pytest.fixture(params=["loop", "half", "scan_channels", "scan"])
 def walking(request, monkeypatch):
     """`channel_loop` does it all, with whole states or with halves, or `scan_channels` scans, or `scan`."""
-    tile = tiles.CHANNEL_HALF if request.param == "half" else tiles.CHANNEL_WHOLE
-    monkeypatch.setattr(run, "channel_tile", lambda p, chip: tile if request.param in ("loop", "half") else None)
-    monkeypatch.setattr(run, "_scans", lambda p: p.writes_states or request.param == "scan")
-    monkeypatch.setattr(run, "FORWARD", ("hopper", "channel", request.param))  # its own: launches are remembered
+    tile = {"loop": CHANNEL_WHOLE, "half": CHANNEL_HALF}.get(request.param)
+    monkeypatch.setattr(plan, "channel_tile", lambda p, chip: tile)
+    monkeypatch.setattr(plan, "_scans", lambda p: p.writes_states or request.param == "scan")
 
 
 @pytest.mark.parametrize(
@@ -74,16 +83,15 @@ def test_parts(monkeypatch, lengths, options, forgets):
     if not forgets:
         x["g"][..., 5, 77] = -30.0 if raw else -0.01
 
-    def results(how, parts):
-        monkeypatch.setattr(run, "FORWARD", ("hopper", "channel", how, parts))
-        monkeypatch.setattr(run, "channel_tile", lambda p, chip: tiles.CHANNEL_WHOLE if how == "loop" else None)
-        monkeypatch.setattr(run, "plan_segments", lambda p, chip: None)
-        monkeypatch.setattr(run, "loop_parts", lambda p, chip: parts)
-        return KDA.op(**x)
+    def choose(scan):
+        monkeypatch.setattr(plan, "choose_forward", lambda p, chip: scan)
+        _known_calls.calls.clear()
 
-    want = results("loop" if forgets else "scan_channels", 1)
+    choose(Scan(CHANNEL_WHOLE if forgets else None))
+    want = KDA.op(**x)
+    choose(Scan(None, parts=4))
     for _ in range(20):
-        assert all(map(torch.equal, results("scan_channels", 4), want))
+        assert all(map(torch.equal, KDA.op(**x), want))
 
 
 @pytest.mark.parametrize("decay", ["mild", "strong"])

@@ -2,7 +2,6 @@
 emulated, and `list_prompts` and `decode` in Triton's interpreter."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,21 +13,22 @@ from hostile_bounds import HOSTILE, T, hostile, leave_unread
 from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
 from prompt_truth import check_resumed, make_prompts, on_cpu, prompts_truth, run_prompts
 from serving_truth import slots
-from test_hopper_pool import DEVICE, LENGTHS, allow_by_name, runs, take
+from test_hopper_pool import DEVICE, LENGTHS, allocated, allow_by_name, runs, take
 from test_hopper_pool import TINY as SCALAR
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.channel import prefill, prepare, prompts, scan
+from flash_delta.kernels.hopper.channel import prepare, prompts, scan
+from flash_delta.kernels.hopper.channel.prefill import plan_prefill
 from flash_delta.kernels.hopper.plans import splits
 from flash_delta.kernels.hopper.plans.splits import channel_pool_launches
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE
-from flash_delta.kernels.runtime import calls
+from flash_delta.kernels.runtime import run as runner
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.plan import layouts_of
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
-from flash_delta.ops.serving.around import around_of
-from flash_delta.problem import Gate, Inputs, Pools, Problem, Slots
+from flash_delta.problem import Gate, Pools, Problem
 from flash_delta.testing import allowed, products_in, relative_error
 from tests.changed import changed
 from tests.gluon_emulator import Kernel, emulated
@@ -43,25 +43,19 @@ def launched(monkeypatch, request):
     Without a GPU the kernels are emulated. A function that says what was launched since it was asked before: the number
     of halves of a state per program of the loop, or 0 for the scan. None on a GPU."""
     _known_calls.calls.clear()
-    way = request.param
+    way, noted, root = request.param, [], "flash_delta.kernels.hopper"
     monkeypatch.setattr(splits, "may_scan_channels", lambda p, chip: way != "loop")
-    monkeypatch.setattr(prefill, "PREFILL", ("prefill", "hopper", "channel", way))  # its own: launches are remembered
-    chip = Chip("sm_90", {"loop": 3, "scan_channels": 132, "both": 5}[way])
-    if DEVICE == "cuda":
-        if way == "both":
-            monkeypatch.setattr(prefill, "chip_of", lambda device: chip)
-        yield lambda: None
-        return
-    noted, root = [], "flash_delta.kernels.hopper"
-    for module, name in ((prompts, "channel_prompts"), (prepare, "prepare"), (scan, "scan_channels")):
-        function = vars(emulated(root, module.__name__.removeprefix(f"{root}.")))[name]
-        halves = {"channel_prompts": lambda own: [own["HALVES"]], "scan_channels": lambda own: [0]}
-        of = halves.get(name, lambda own: [])
-        monkeypatch.setattr(module, name, Kernel(function, lambda own, of=of: noted.extend(of(own))))
-    monkeypatch.setattr(prefill, "chip_of", lambda device: chip)
-    monkeypatch.setattr(calls, "chip_of", lambda device: chip._replace(target="interpreter"))
-    allow_by_name(monkeypatch)
-    yield partial(take, noted)
+    if DEVICE == "cpu" or way == "both":
+        chip = Chip("interpreter" if DEVICE == "cpu" else "sm_90", {"loop": 3, "scan_channels": 132, "both": 5}[way])
+        monkeypatch.setattr(runner, "chip_of", lambda device: chip)
+    if DEVICE == "cpu":
+        for module, name in ((prompts, "channel_prompts"), (prepare, "prepare"), (scan, "scan_channels")):
+            function = vars(emulated(root, module.__name__.removeprefix(f"{root}.")))[name]
+            halves = {"channel_prompts": lambda own: [own["HALVES"]], "scan_channels": lambda own: [0]}
+            of = halves.get(name, lambda own: [])
+            monkeypatch.setattr(module, name, Kernel(function, lambda own, of=of: noted.extend(of(own))))
+        allow_by_name(monkeypatch)
+    yield partial(take, noted) if DEVICE == "cpu" else lambda: None
     _known_calls.calls.clear()
 
 
@@ -304,24 +298,15 @@ FORMS = ["prefill", "prefill fresh stride", "prefill conv norm"]
 @pytest.mark.parametrize("HV", [32, 64])
 def test_workspace_is_what_a_call_asks_for(monkeypatch, stride, form, HV):
     """To the byte: what only kernels use is one allocation, in which a part's end is rounded up."""
-    asked = []
-
-    def note(call, kernels, o, spare):
-        asked.extend(-(-t.nbytes // 256) * 256 for t in spare)
-        asked.extend(t.nbytes for t, own in zip(call.x[:4], x[:4], strict=True) if t is not own)
-
-    monkeypatch.setattr(prefill, "chip_of", lambda device: Chip("sm_90", 132))
-    monkeypatch.setattr(prefill, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
-    monkeypatch.setattr(prefill, "remember_served", lambda *args: None)
-    monkeypatch.setattr(prefill, "run", note)
+    chip = Chip("sm_90", 132)
+    monkeypatch.setattr(backend, "chip_of", lambda device: chip)
     op, arguments = example(form, "kda", (HV, HV, 128, 128), 70, 72, device="meta")
     for name in ("q", "g"):
         size = arguments[name].shape
         arguments[name] = arguments["q"].new_empty(5040 * 8192).as_strided(size, (5040 * stride, stride, 128, 1))
-    p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
-    x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
-    s = Slots(**{name: arguments.get(name) for name in Slots._fields})
-    around, *_ = around_of(p.op, arguments.get("convolution"), arguments.get("output_norm"))
-    backend.prefill(p, x, s, around)
-    assert sum(asked) == backend.workspace_bytes(p, x)
-    assert (max(asked) > 2**28) == (HV == 32), "memory for what `prepare` hands to the scan"
+    call = op(**arguments, backend=Explain("triton"))
+    plan = plan_prefill(call.problem, chip, *map(layouts_of, call.groups))
+    asked = allocated(monkeypatch, plan, call.groups)
+    assert asked == arguments["v"].nbytes + backend.workspace_bytes(call.problem, *call.groups)
+    handed = sum(m.nbytes for m in plan.memory if m.name.startswith("Prepared."))
+    assert handed > 2**28 if HV == 32 else handed == 0, "memory for what `prepare` hands to the scan"

@@ -10,14 +10,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SLIM, WIDE
 from flash_delta.kernels.hopper.scalar.forward import loop
-from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
-from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
-from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.hopper.scalar.plan import Scan, plan_forward
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.plan import layouts_of
 from flash_delta.problem import Outputs
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
-from tests.gluon_emulator import Kernel, emulated, take_every_call
+from tests.gluon_emulator import emulate, launch, take_every_call
 from tests.hostile_bounds import T, hostile, leave_unread
 from tests.repeated import repeated
 
@@ -43,22 +42,21 @@ def small(name: str, width: int) -> Case:
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The backend with its loop emulated, as the choice of every call."""
-    kernel = Kernel(emulated("flash_delta.kernels.hopper", "scalar.forward.loop").forward_loop)
-    monkeypatch.setattr(loop, "forward_loop", kernel)
+    """The backend with its loop emulated, as the choice of every call. Returns the memory of each call's plan."""
+    emulate(monkeypatch, (loop, "forward_loop"))
 
-    def chosen(tile, processors):
+    def chosen(tile, processors, taped=False):
+        made = []
+
         def forward(p, x):
-            o, final = torch.empty_like(x.v), torch.empty(p.state_shape)
-            rates = None if makes_rates(p) else new_rates(p)
-            c = make_call(p, x, ("test",))
-            c = c._replace(shape=replace(c.shape, chip=Chip("interpreter", processors)))
-            if rates is not None:
-                run_rates(c, o, rates)
-            loop.run_loop(c, o, final, rates, None, tile)
+            choice = Scan(None, tile, taped)
+            plan = plan_forward(p, Chip("interpreter", processors), layouts_of(x), choice=choice)
+            (o, final, *_), memory = launch(plan, x)
+            made.append(memory)
             return Outputs(o, final)
 
         take_every_call(monkeypatch, forward)
+        return made
 
     return chosen
 

@@ -10,23 +10,14 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.scalar.backward import scan_gradients
-from flash_delta.kernels.hopper.scalar.forward import loop
-from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
+from flash_delta.kernels.hopper.scalar.backward import plan as scalar_backward
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
 from flash_delta.testing.cases import Case
-from tests.gluon_emulator import Kernel, emulated, take_every_call
+from tests.gluon_emulator import emulate, take_every_call
+from tests.test_hopper_backward import KERNELS, RAW
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="asks the interpreter")
-KERNELS = (
-    (loop, "scalar.forward.loop", "forward_loop"),
-    (factor, "scalar.segments.factor", "factor_chunks"),
-    (maps, "scalar.segments.maps", "find_maps"),
-    (scan, "scalar.segments.scan", "scan_segments"),
-    (scan_gradients, "scalar.backward.scan_gradients", "scan_gradients"),
-)
-RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
 ROWS = Case("", "", B=2, T=70, H=1, HV=2, K=100, V=100)
 PACKED = replace(ROWS, B=1, T=140, lengths=(0, 1, 65, 0, 64, 7))
 CELLS = {  # member, case, dtype, tokens of a segment
@@ -50,10 +41,8 @@ def on_cpu(monkeypatch):
     """The backend with its kernels emulated, as the choice of every call, in segments of so many tokens."""
 
     def chosen(length):
-        for module, path, kernel in KERNELS:
-            made = getattr(emulated("flash_delta.kernels.hopper", path), kernel)
-            monkeypatch.setattr(module, kernel, Kernel(made))
-        monkeypatch.setattr(backend, "split_length", lambda p, processors, back: length)
+        emulate(monkeypatch, *KERNELS)
+        monkeypatch.setattr(scalar_backward, "split_length", lambda p, processors, back: length)
         take_every_call(monkeypatch, backend.forward, backend.backward)
 
     return chosen

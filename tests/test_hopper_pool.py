@@ -5,7 +5,6 @@ import os
 import random
 from functools import partial
 from inspect import signature
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,18 +21,20 @@ from flash_delta import chunk_gated_delta_rule
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.plans import prompt_list
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SLIM, WIDE, pool_loops
-from flash_delta.kernels.hopper.scalar import listed
+from flash_delta.kernels.hopper.scalar import listed, plan
 from flash_delta.kernels.hopper.scalar.forward import loop
+from flash_delta.kernels.hopper.scalar.prefill import plan_prefill
 from flash_delta.kernels.hopper.scalar.segments import factor, maps, memory
 from flash_delta.kernels.hopper.scalar.segments.cut import Cut, count_starts, cut_prompts, part_length
-from flash_delta.kernels.runtime import calls
+from flash_delta.kernels.runtime import run as runner
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.cuda_driver import Replay
+from flash_delta.kernels.runtime.plan import layouts_of
 from flash_delta.kernels.runtime.pool_launches import ANY, PoolLaunch
 from flash_delta.ops import _known_calls
 from flash_delta.ops._backend import Explain
 from flash_delta.ops.serving import _run
-from flash_delta.ops.serving.around import around_of
-from flash_delta.problem import Gate, Inputs, Pools, Problem, Slots
+from flash_delta.problem import Gate, Pools, Problem
 from tests.changed import changed
 from tests.gluon_emulator import Kernel, emulated, take_every_call
 
@@ -49,20 +50,16 @@ TINY = {"H": 1, "HV": 2, "K": 64, "V": 64, "dtype": torch.bfloat16, "device": DE
 def launched(monkeypatch):
     """Without a GPU backend "hopper" with its loop emulated, on three multiprocessors. A function that says in which
     forms it was launched since it was asked before."""
-    _known_calls.calls.clear()
-    if DEVICE == "cuda":
-        yield lambda: None
-        return
     noted = []
-    kernels = ((loop, "forward_loop"), (factor, "factor_chunks"), (maps, "find_maps"))
-    for module, name in kernels:
-        package, path = "flash_delta.kernels.hopper", module.__name__.removeprefix("flash_delta.kernels.hopper.")
-        kernel = Kernel(getattr(emulated(package, path), name), lambda constants: noted.append(constants.get("GROUPS")))
-        monkeypatch.setattr(module, name, kernel)
-    for module in (calls, listed, backend):
-        monkeypatch.setattr(module, "chip_of", lambda device: Chip("interpreter", 3))
-    allow_by_name(monkeypatch)
-    yield partial(take, noted)
+    _known_calls.calls.clear()
+    if DEVICE == "cpu":
+        for module, name in ((loop, "forward_loop"), (factor, "factor_chunks"), (maps, "find_maps")):
+            package, path = "flash_delta.kernels.hopper", module.__name__.removeprefix("flash_delta.kernels.hopper.")
+            function = getattr(emulated(package, path), name)
+            monkeypatch.setattr(module, name, Kernel(function, lambda own: noted.append(own.get("GROUPS"))))
+        monkeypatch.setattr(runner, "chip_of", lambda device: Chip("interpreter", 3))
+        allow_by_name(monkeypatch)
+    yield partial(take, noted) if DEVICE == "cpu" else lambda: None
     _known_calls.calls.clear()
 
 
@@ -74,19 +71,17 @@ def allow_by_name(monkeypatch):
 
 
 def take(noted):
-    """What was noted since it was asked before. The next call is looked at again."""
+    """What was noted since it was asked before."""
     found = noted[:]
     noted.clear()
-    _known_calls.calls.clear()
     return found
 
 
 def cut_prompts_at(monkeypatch, *numbers):
     """Prompts are cut into parts, by the numbers of a `Cut`."""
     _known_calls.calls.clear()
-    for module in (memory, listed, backend):
+    for module in (memory, listed):
         monkeypatch.setattr(module, "cut_prompts", lambda p, processors: Cut(*numbers))
-    monkeypatch.setattr(backend, "PREFILL", ("prefill", *numbers))
     monkeypatch.setattr(factor, "FACTOR_PROGRAMS", 1)  # so that each factors several chunks
 
 
@@ -165,6 +160,7 @@ def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name, parted
     assert torch.equal(pool[untouched], x["state_pool"][untouched])
     if DEVICE == "cuda":
         monkeypatch.undo()
+        _known_calls.calls.clear()
         check("gdn-raw", x, "hopper")
 
 
@@ -338,14 +334,13 @@ def test_prompts_in_parts_in_place(launched, monkeypatch):
 def test_without_a_pool(launched, monkeypatch, initial, v_first):
     """If only the device knows the lengths of packed sequences, they have the bits that they have on a pool."""
     cut_prompts_at(monkeypatch, 2, 1, 3)
-    monkeypatch.setattr(backend, "LISTED", ("listed", initial, v_first))
     x = make_prefill("gdn-raw", (70, 330, 1, 0, 192), behind=9, **(TINY | {"v_first": v_first}))
     x["has_initial_state"] = torch.full((5,), initial, device=DEVICE)
     want, pool = check("gdn-raw", x | {"batch_invariant": True}, "hopper")
     assert launched() in (None, [None, None, 1])
     if DEVICE == "cpu":
         take_every_call(monkeypatch, backend.forward)
-        monkeypatch.setattr(backend, "lists", lambda p: True)  # a host knows bounds in its own memory
+        monkeypatch.setattr(plan, "choose_forward", lambda p, chip: None)  # a host knows bounds in its own memory
     given = {name: t for name, t in x.items() if name in signature(chunk_gated_delta_rule).parameters}
     states = x["state_pool"][:5] if initial else None
     o, final = chunk_gated_delta_rule(**given, initial_state=states, output_final_state=True, backend="hopper")
@@ -451,6 +446,14 @@ def test_launches_for_the_prompts_that_there_may_be():
     assert launches(every=True) == (PoolLaunch(WIDE, 65, 0, ANY), PoolLaunch(NARROW, 65, 0, ANY))
 
 
+def allocated(monkeypatch, plan, groups):
+    """The bytes that a call on a GPU allocates: for results and copies, and at once for all other memory."""
+    monkeypatch.setattr(Replay, "__init__", lambda launches, steps, tensors, spare: setattr(launches, "size", spare[0]))
+    launches = runner.Launched(plan._replace(steps=()), runner.given_to(plan, groups), (), groups)
+    apart = (groups[i][j].new_empty(shape, dtype=dtype) for i, j, shape, dtype in launches.makes)
+    return sum(t.nbytes for t in apart) + launches.size
+
+
 FORMS = ["prefill", "prefill fresh stride", "prefill invariant", "prefill offset", "prefill conv norm"]
 
 
@@ -459,25 +462,15 @@ FORMS = ["prefill", "prefill fresh stride", "prefill invariant", "prefill offset
 @pytest.mark.parametrize(("T", "N"), [(1, 1), (64, 1), (5000, 1), (5040, 70), (40000, 1)])
 def test_workspace_is_what_a_call_asks_for(monkeypatch, T, N, stride, form):
     """To the byte, for every form: what only kernels use is one allocation, in which a part's end is rounded up."""
-    asked = []
-
-    def note(call, kernels, o, spare):
-        asked.extend(-(-t.nbytes // 256) * 256 for t in spare)
-        asked.extend(t.nbytes for t, own in zip(call.x[:3], x[:3], strict=True) if t is not own)
-
-    monkeypatch.setattr(backend, "chip_of", lambda device: Chip("sm_90", 132))
-    monkeypatch.setattr(backend, "make_call", lambda p, x, *args, **options: SimpleNamespace(x=x))
-    monkeypatch.setattr(backend, "remember_served", lambda *args: None)
-    monkeypatch.setattr(backend, "run", note)
+    chip = Chip("sm_90", 132)
+    monkeypatch.setattr(backend, "chip_of", lambda device: chip)
     more = {"batch_invariant": True} if "invariant" in form else {}
     op, arguments = example(form, "gdn", (4, 8, 128, 128), N, T // N, device="meta", **more)
     memory = arguments["q"].new_empty(T * stride)
     arguments["q"] = memory.as_strided(arguments["q"].shape, (T * stride, stride, 128, 1))
-    p = op(**arguments, backend=Explain("triton")).problem._replace(device=torch.device("meta"))
-    x = Inputs(**{name: arguments.get(name) for name in Inputs._fields})
-    s = Slots(**{name: arguments.get(name) for name in Slots._fields})
-    around, *_ = around_of(p.op, arguments.get("convolution"), arguments.get("output_norm"))
-    backend.prefill(p, x, s, around)
+    call = op(**arguments, backend=Explain("triton"))
+    plan = plan_prefill(call.problem, chip, *map(layouts_of, call.groups))
     copies = 3 * ("conv" in form) or int(stride == 4100)
-    assert len(asked) - copies == 6 + 2 * (T >= 5000), "those for parts only of long prompts"
-    assert sum(asked) == backend.workspace_bytes(p, x)
+    assert len(plan.memory) - 1 - copies == 6 + 2 * (T >= 5000), "those for parts only of long prompts"
+    asked = allocated(monkeypatch, plan, call.groups)
+    assert asked == arguments["v"].nbytes + backend.workspace_bytes(call.problem, *call.groups)

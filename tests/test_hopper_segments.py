@@ -10,16 +10,15 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import flash_delta
 from flash_delta.kernels.hopper.plans.splits import split_endless, split_length
-from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
+from flash_delta.kernels.hopper.scalar.plan import Scan, plan_forward
 from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
-from flash_delta.kernels.hopper.scalar.segments.memory import new_segmented_scan
-from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
-from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.plan import layouts_of
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, truth
 from flash_delta.testing.cases import Case
-from tests.gluon_emulator import Kernel, emulated, take_every_call
+from tests.gluon_emulator import emulate, launch, take_every_call
 from tests.hostile_bounds import T, hostile, leave_unread
 from tests.repeated import repeated
 
@@ -54,22 +53,15 @@ CELLS = {
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The backend with its kernels emulated, as the choice of every call, in segments of so many chunks."""
-    kernels = {
-        name: getattr(emulated("flash_delta.kernels.hopper", f"scalar.segments.{module}"), name)
-        for module, name in (("factor", "factor_chunks"), ("maps", "find_maps"), ("scan", "scan_segments"))
-    }
-    for module, (name, kernel) in zip((factor, maps, scan), kernels.items(), strict=True):
-        monkeypatch.setattr(module, name, Kernel(kernel))
+    emulate(monkeypatch, (factor, "factor_chunks"), (maps, "find_maps"), (scan, "scan_segments"))
 
     def chosen(chunks, part=8):
-        monkeypatch.setitem(kernels["find_maps"].__globals__, "PART", part)
+        monkeypatch.setitem(maps.find_maps.function.__globals__, "PART", part)
 
         def forward(p, x):
-            o, final, rates = torch.empty_like(x.v), torch.empty(p.state_shape), new_rates(p)
-            c = make_call(p, x, ("test",))
-            run_rates(c, o, rates)
-            run_segmented_scan(c, o, final, rates, new_segmented_scan(p, 64 * chunks if chunks else None))
-            return Outputs(o, final)
+            choice = Scan(64 * chunks or None, None, taped=False)
+            plan = plan_forward(p, chip_of(p.device), layouts_of(x), choice=choice)
+            return Outputs(*launch(plan, x)[0][:2])
 
         take_every_call(monkeypatch, forward)
 

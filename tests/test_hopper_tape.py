@@ -18,11 +18,10 @@ from flash_delta.kernels.hopper.plans.tiles import (
     WIDE,
     Pace,
     backward_needs_tape,
-    count_programs,
     needs_tape,
 )
+from flash_delta.kernels.runtime.plan import Making
 from flash_delta.testing import MEMBERS
-from tests import test_hopper_loop
 from tests.hostile_bounds import HOSTILE, hostile
 from tests.test_hopper_loop import on_cpu  # noqa: F401
 
@@ -35,20 +34,25 @@ LENGTHS = (900, 130, 0, 64, 700, 1, 300)
 def laid(bounds, N, T, HV, programs, prompts=None, pace=PACE):
     """The borders of a tape, as pairs. A tape has other numbers before."""
     p = SimpleNamespace(N=N, HV=HV, K=1, V=1, device=torch.device("cpu"))
-    tape = tapes.new_tape(p, programs, pace)
-    tape.table.fill_(-7), tape.marks.fill_(-7)
+    tape = tapes.new_tape(Making(), p, programs, pace)
+    table, marks = (torch.full(t.shape, -7, dtype=t.dtype) for t in (tape.table, tape.marks))
+    most = tapes.most_programs(programs)
     if prompts is None:
-        numbers = (*tape.numbers, N, T, HV, 64, bounds is not None, False, tapes.most_programs(programs), False)
-        tapes.lay_tape[(1,)](tape.table, tape.marks, bounds, *numbers)
+        numbers = (*tape.numbers, N, T, HV, 64, bounds is not None, False, most, False)
+        tapes.lay_tape[(1,)](table, marks, bounds, *numbers)
     else:
-        lay_listed(tape, bounds, prompts, N, T, HV)
-    flags = tape.table[5 + 2 * programs : 5 + 4 * programs]
-    assert tape.table[:3].tolist() == [0, tapes.PATIENCE, word_of(p.device)]
-    assert not flags.any()
-    return tape.table[3 : 5 + 2 * programs].view(-1, 2).tolist()
+        lay_listed()[(1,)](table, marks, bounds, prompts, *tape.numbers, N, T, HV, most)
+    assert table[:3].tolist() == [0, tapes.PATIENCE, word_of(p.device)]
+    assert not handed_over(table).any()
+    return table[3 : 5 + 2 * programs].view(-1, 2).tolist()
 
 
-def lay_listed(tape, bounds, prompts, N, T, HV):
+def handed_over(table):
+    """The flags of a tape's table."""
+    return table[(len(table) + 5) // 2 :]
+
+
+def lay_listed():
     import triton
     import triton.language as tl
 
@@ -56,7 +60,7 @@ def lay_listed(tape, bounds, prompts, N, T, HV):
     def listed(table, marks, cu_seqlens, prompts, a, b, c, d, e, f, N, T, HV: tl.constexpr, PROGRAMS: tl.constexpr):
         tapes.lay(table, marks, (a, b, c, d, e, f), cu_seqlens, prompts, None, N, T, HV, 64, True, PROGRAMS)
 
-    listed[(1,)](tape.table, tape.marks, bounds, prompts, *tape.numbers, N, T, HV, tapes.most_programs(tape.programs))
+    return listed
 
 
 def pieces_of(borders, chunks):
@@ -162,7 +166,7 @@ def test_where_a_walk_needs_a_tape():
     ("form", "width", "tile"),
     [("packed", 128, WIDE), ("rows", 128, WIDE), ("packed", 128, NARROW), ("given", 128, NARROW), ("packed", 64, SLIM)],
 )
-def test_no_bit_depends_on_borders(on_cpu, monkeypatch, form, width, tile):  # noqa: F811
+def test_no_bit_depends_on_borders(on_cpu, form, width, tile):  # noqa: F811
     """States that are handed over are those that programs would have kept, for several numbers of programs."""
     torch.manual_seed(0)
     packed, B, T, HV = form != "rows", 4, 900, 2
@@ -184,21 +188,13 @@ def test_no_bit_depends_on_borders(on_cpu, monkeypatch, form, width, tile):  # n
     on_cpu(tile, 1)
     with torch.no_grad():
         wanted = MEMBERS["gdn"].op(**x)
-    run_loop, cuts = test_hopper_loop.loop.run_loop, []
-
-    def taped(c, o, final, rates, A, t):
-        programs = count_programs(c.p, c.chip, t, c.p.N)
-        tape = tapes.new_tape(c.p, programs, t.pace)
-        tape.handed.fill_(float("nan"))
-        run_loop(c, o, final, rates, A, t, tape=tape)
-        cuts.append(int(tape.table[5 + 2 * programs : 5 + 4 * programs].sum()))
-
-    monkeypatch.setattr(test_hopper_loop.loop, "run_loop", taped)
+    cuts = []
     for programs in (3, 5):
-        on_cpu(tile, programs * (128 // (64 * tile.groups) if width == 128 else 1))
+        made = on_cpu(tile, programs * (128 // (64 * tile.groups) if width == 128 else 1), taped=True)
         with torch.no_grad():
             got = MEMBERS["gdn"].op(**x)
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        cuts += [int(handed_over(memory["table of tape"]).sum()) for memory in made]
     assert sum(cuts) >= 2
 
 

@@ -1,5 +1,6 @@
 """States that programs of the Hopper backend's loop hand over, on a GPU (plans/tape.py)."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,14 +10,15 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("there is no Hopper GPU", allow_module_level=True)
 
 import flash_delta
-from flash_delta.kernels.hopper.plans.tape import new_tape, run_lay_tape
+from flash_delta.kernels.hopper.plans.tape import lay_tape
 from flash_delta.kernels.hopper.plans.tiles import WIDE
-from flash_delta.kernels.hopper.plans.unplanned import new_gradients
-from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
-from flash_delta.kernels.hopper.scalar.forward import loop
-from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
-from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.hopper.scalar.backward.memory import choose_tapes
+from flash_delta.kernels.hopper.scalar.backward.plan import Kept, ScanBack, plan_backward
+from flash_delta.kernels.hopper.scalar.plan import Scan, plan_forward
 from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.plan import Plan, layouts_of
+from flash_delta.kernels.runtime.run import ByTriton, given_to
+from flash_delta.kernels.triton.backward.plan import OutputGradients
 from flash_delta.problem import Gate, Inputs, Problem
 from workshop.tune.stages_hopper import call_of, make_back
 
@@ -104,32 +106,38 @@ def test_gradients_of_a_graph_that_is_replayed_with_other_bounds():
                     assert all(torch.equal(t[:, part], want) for t, want in zip(found, wanted, strict=True))
 
 
-def lay_wrongly(c, tape, follows):
-    """The first program does nothing here, and programs do not wait long."""
-    run_lay_tape(c, tape, follows=follows)
-    borders = tape.table[3:]
-    assert borders[3] > 0, "the second program begins inside of an item"
-    borders[0] = borders[2] + 1
-    tape.table[1] = 1000
+def launch_wrongly(plan, *groups):
+    """The results of a plan. After its tapes are laid, they are changed: the first program does nothing, and programs
+    do not wait long. All memory begins as zeros, so that NaN is written only by programs that give up."""
+    after = 1 + max(i for i, step in enumerate(plan.steps) if step.kernel is lay_tape)
+    memory = tuple(replace(m, filled=0.0) if m.filled is None else m for m in plan.memory)
+    given, names, device = given_to(plan, groups), [m.name for m in memory], groups[0][0].device
+    made = ByTriton(Plan(plan.steps[:after], memory, memory), given)(device, groups)
+    tables = [t for name, t in zip(names, made, strict=True) if name.startswith("table of tape")]
+    assert tables
+    for table in tables:
+        borders = table[3:]
+        assert borders[3] > 0, "the second program begins inside of an item"
+        borders[0] = borders[2] + 1
+        table[1] = 1000
+    return ByTriton(Plan(plan.steps[after:], (), plan.results), [*given, *names])(device, (*groups, made))
 
 
-def test_a_gradient_that_never_comes_is_reported(monkeypatch):
+def test_a_gradient_that_never_comes_is_reported():
     """The program that waits for it gives up, and the next call says so."""
     made = make_back("cuda", B=5, T=1024)
     p, x = call_of(made)
-    p, d, outer = p._replace(needs_grad=True), new_gradients(p, x), (made["do"], None)
-    kernels, _ = scalar_backward.prepare_back(
-        p, x, outer, (made["saved"],), d, None, scalar_backward.new_tapes(p, chip_of(p.device))
-    )
-    monkeypatch.setattr(scalar_backward, "run_lay_tape", lay_wrongly)
-    kernels(make_call(p, x, ("test",), *outer)._replace(direct=False))
+    p, chip = p._replace(needs_grad=True), chip_of(p.device)
+    groups = x, OutputGradients(made["do"], None), Kept(made["saved"], None)
+    plan = plan_backward(p, chip, *map(layouts_of, groups), choice=ScanBack(None, choose_tapes(p, chip)))
+    dq, *_ = launch_wrongly(plan, *groups)
     torch.cuda.synchronize()
-    assert d.q.isnan().any()
+    assert dq.isnan().any()
     with pytest.raises(RuntimeError, match="an earlier call on cuda:0 lost a state between two programs"):
         flash_delta.chunk_gated_delta_rule(**draw(), backend="hopper")
 
 
-def test_a_state_that_never_comes_is_reported(monkeypatch):
+def test_a_state_that_never_comes_is_reported():
     """The program that waits for it gives up, and the next call says so."""
     x = draw()
     inputs = Inputs(x["q"], x["k"], x["v"], x["g"], x["beta"], cu_seqlens=draw_bounds(0))
@@ -138,12 +146,8 @@ def test_a_state_that_never_comes_is_reported(monkeypatch):
         op="test", **sizes, dtype=torch.bfloat16, device=x["q"].device, gate=Gate("scalar"), erase="decayed",
         l2norm=True, scale=WIDTH**-0.5,
     )  # fmt: skip
-    c, tape, rates = make_call(p, inputs, ("test",))._replace(direct=False), new_tape(p, 132, WIDE.pace), new_rates(p)
-    o, final = torch.zeros_like(x["v"]), torch.zeros(p.state_shape, device="cuda")
-    run_rates(c, o, rates)
-
-    monkeypatch.setattr(loop, "run_lay_tape", lay_wrongly)
-    loop.run_loop(c, o, final, rates, None, WIDE, tape=tape)
+    plan = plan_forward(p, chip_of(p.device), layouts_of(inputs), choice=Scan(None, WIDE, taped=True))
+    o, *_ = launch_wrongly(plan, inputs)
     torch.cuda.synchronize()
     assert o.isnan().any()
     with pytest.raises(RuntimeError, match="an earlier call on cuda:0 lost a state between two programs"):

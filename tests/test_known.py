@@ -37,7 +37,7 @@ def c(tmp_path_factory):
     """What C has, without leaving it to other tests."""
     with knobs.cache.scope(), pytest.MonkeyPatch.context() as m:
         knobs.cache.dir = str(tmp_path_factory.mktemp("cache"))
-        m.setattr(fastcall, "_loaded", None)
+        m.setattr(fastcall, "loaded", None)
         m.setattr(fastcall, "key", fastcall.look)
         m.delenv(ENVIRONMENT, raising=False)
         yield fastcall.load()
@@ -180,7 +180,7 @@ def test_nothing_is_kept(c):
 
 
 def test_two_threads_load_one_module(c, monkeypatch):
-    monkeypatch.setattr(fastcall, "_loaded", None)
+    monkeypatch.setattr(fastcall, "loaded", None)
     found, meet = [], threading.Barrier(4)
     threads = [threading.Thread(target=lambda: (meet.wait(10), found.append(fastcall.load()))) for _ in range(4)]
     for thread in threads:

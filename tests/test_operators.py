@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import flash_delta
-from flash_delta.kernels.runtime.compile_key import Flags, flags_of
 from flash_delta.ops._operators.define import BackwardArguments, define, schema_type
 from flash_delta.problem import Gate, Pools, Problem, Schema, marked
 
@@ -22,8 +21,8 @@ NEW = {  # file -> the line behind which a field is added, and that field
     "ops/_check/options.py": ("    chunk_size: int = 64\n", '    novel: Annotated[bool, "use_novel"] = False\n'),
 }
 CALL = """
+from importlib.util import find_spec
 import torch, flash_delta
-from flash_delta.kernels.runtime.compile_key import Flags
 from flash_delta.ops._function import run
 from flash_delta.problem import Inputs
 from flash_delta.reference import backend
@@ -31,7 +30,7 @@ from flash_delta.reference import backend
 seen, forward = [], backend.forward
 
 def watch(problem, *args):
-    seen.append(problem.novel)
+    seen.append(problem)
     return forward(problem, *args)
 
 def op(q, novel):
@@ -41,10 +40,12 @@ def op(q, novel):
 backend.forward = watch
 q = torch.randn(1, 5, 2, 8)
 op(q, True), torch.compile(op, backend="eager", fullgraph=True)(q, True)
-assert seen == [True, True], seen
+assert [problem.novel for problem in seen] == [True, True], seen
 for name in ("delta_rule", "delta_rule_backward", "serve"):
     assert "bool novel" in str(getattr(torch.ops.flash_delta, name).default._schema), name
-assert "novel" in Flags._fields
+if find_spec("triton") is not None:
+    from flash_delta.kernels.runtime.forbid import _facts
+    assert _facts(seen[0])["novel"] is True
 try:
     op(q, "yes")
 except ValueError as error:
@@ -55,7 +56,7 @@ else:
 
 
 def test_a_new_option_is_named_in_two_tables(tmp_path):
-    """It is checked, and arrives at backends, in schemas and in compile keys."""
+    """It is checked, and arrives at backends, in schemas and among what kernels are compiled for."""
     copy = tmp_path / "flash_delta"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for name, (line, field) in NEW.items():
@@ -66,21 +67,24 @@ def test_a_new_option_is_named_in_two_tables(tmp_path):
     subprocess.run([sys.executable, "-c", CALL], check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
 
 
-def test_compile_keys_have_what_kernels_are_compiled_for():
+def test_what_kernels_are_compiled_for():
+    """The error of a call that would have to be compiled names it."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from flash_delta.kernels.runtime.forbid import _facts
+
     p = Problem(
         "op", 1, 1, 2, 4, 16, 32, 1, torch.float32, torch.device("cpu"), Gate("channel", False, -5.0), "decayed",
         0.5, packed=True, l2norm=True, pools=Pools(activation="silu", taps=4, window=3),
     )  # fmt: skip
     want = {
-        "kind": ("forward",), "device": p.device, "H": 2, "HV": 4, "K": 16, "V": 32, "gate": "channel",
+        "device": p.device, "H": 2, "HV": 4, "K": 16, "V": 32, "gate": "channel",
         "erase": "decayed", "packed": True, "l2norm": True, "raw_gate": False, "raw_beta": False, "bounded": True,
         "reflects": True, "state_v_first": False, "batch_invariant": False, "taps": 4, "window": 3, "rolling": False,
-        "activation": "silu",
+        "activation": "silu", "needs_grad": False, "disable_recompute": False,
     }  # fmt: skip
-    assert flags_of(p, ("forward",))._asdict() == want
-    assert flags_of(p._replace(gate=Gate("channel")), ("forward",)).bounded is False
-    assert flags_of(p._replace(most_beta=1.0), ("forward",)).reflects is False
-    assert Flags._fields[0] == "kind"
+    assert _facts(p) == want
+    assert _facts(p._replace(gate=Gate("channel"))) == want | {"bounded": False}
+    assert _facts(p._replace(most_beta=1.0)) == want | {"reflects": False}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from prefill_truth import OPS, TOKENS, bounds, make_prefill, run, sequence
 from serving_truth import KINDS, slots
 
 import flash_delta
-from flash_delta.kernels.hopper import backend as hopper
 from flash_delta.kernels.hopper.channel import prefill as channel
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE, NARROW, WIDE
 from flash_delta.kernels.hopper.scalar.forward import loop
@@ -165,19 +164,18 @@ def test_more_prompts_than_promised(kind, backend):
 @pytest.mark.skipif(not HOPPER, reason="of the Hopper backend")
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "door", "module", "plan", "tiles"),
+    ("kind", "module", "plan", "tiles"),
     [
-        ("gdn-raw", hopper, loop, "pool_loops", (WIDE, NARROW)),
-        ("kda-bounded", channel, channel, "channel_pool_launches", (CHANNEL_WHOLE, CHANNEL_HALF)),
+        ("gdn-raw", loop, "pool_loops", (WIDE, NARROW)),
+        ("kda-bounded", channel, "channel_pool_launches", (CHANNEL_WHOLE, CHANNEL_HALF)),
     ],
     ids=["gdn", "kda"],
 )
-def test_whole_states_and_halves_give_the_same_bits(kind, door, module, plan, tiles, pool, monkeypatch):
+def test_whole_states_and_halves_give_the_same_bits(kind, module, plan, tiles, pool, monkeypatch):
     """So that neither `max_prompts` nor, with batch invariance, the number of prompts changes a result."""
     found, x = [], mixed(kind, pool=pool)
     for tile in tiles:
         monkeypatch.setattr(module, plan, lambda p, *choice, t=tile, **options: (PoolLaunch(t, p.N),))
-        monkeypatch.setattr(door, "PREFILL", ("prefill", plan, tile))
         _known_calls.calls.clear()  # nor may those of other tests be known
         found.append(run(kind, x, "hopper"))
     _known_calls.calls.clear()

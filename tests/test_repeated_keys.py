@@ -114,16 +114,14 @@ def test_keys_rounded_to_float16_are_eight_times_as_exact():
 
 
 def factored(x):
-    """What `solve` and `factor` write for a call of Gated DeltaNet."""
-    from flash_delta.kernels.runtime.calls import make_call
-    from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved, Workspace
-    from flash_delta.kernels.triton.forward.chunks import run_chunks
+    """What `solve` and `factor` write for a call of Gated DeltaNet: A, X and the rates."""
+    from workshop.gate.cases.rule import Kernels
 
     p = flash_delta.explain(MEMBERS["gdn"].op, **x, backend="triton").problem
-    c = make_call(p, Inputs(*(x[n].detach() for n in ("q", "k", "v", "g", "beta"))), ("test",))
-    solved, factors, channels = c.parts(Workspace(p, Solved, Factors, Channels))
-    run_chunks(c, solved, factors, channels)
-    return solved, factors
+    kernels = Kernels(p, Inputs(*(x[n].detach() for n in ("q", "k", "v", "g", "beta"))))
+    kernels.chunks()
+    written = kernels.launch(kernels.solved, kernels.factors)
+    return written["A"], written["X"], written["rates"]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU")
@@ -134,7 +132,7 @@ def test_no_chunk_grows_with_any_beta():
     case = replace(BY_NAME["one-key-1.999"], H=1, HV=len(betas), T=64, K=16, V=16)
     x = make_inputs(case, MEMBERS["gdn"], torch.bfloat16)
     x["beta"] = betas.expand(1, 64, -1).contiguous()
-    A = factored(x)[0].A.double().reshape(-1, 64, 64)
+    A = factored(x)[0].double().reshape(-1, 64, 64)
     factor = 1 - (A * betas.double()[:, None, None]).sum((1, 2))
     assert A.shape[0] == len(betas)
     assert factor.abs().max() <= 1, betas[factor.abs() > 1]
@@ -146,11 +144,11 @@ def test_errors_of_equal_chunks_do_not_add_up(beta, differ):
     """With one key all chunks have the same X. Where the state stays as large, they are not rounded alike: the mean of
     their errors is far smaller than each of them. Elsewhere X is what it is."""
     case = replace(BY_NAME["one-key-1.999"], H=1, HV=1, T=64 * 12, K=16, V=16, beta=beta)
-    solved, factors = factored(x := make_inputs(case, MEMBERS["gdn"], torch.bfloat16))
-    units = factors.rates[:, 0, 3, 1:2].double()
+    A, X, rates = factored(x := make_inputs(case, MEMBERS["gdn"], torch.bfloat16))
+    units = rates[:, 0, 3, 1:2].double()
     assert units.eq(1).all() == (not differ)
-    torch.testing.assert_close(factors.rates[:, 0, 2].double() * units, torch.full((12, 64), beta).double())
+    torch.testing.assert_close(rates[:, 0, 2].double() * units, torch.full((12, 64), beta).double())
     k = x["k"].detach()[0, :64, 0].double()
-    exact = solved.A[:, 0].double().mT @ torch.nn.functional.normalize(k, dim=-1)
-    errors = factors.X[:, 0].double() / units[:, None] - exact
+    exact = A[:, 0].double().mT @ torch.nn.functional.normalize(k, dim=-1)
+    errors = X[:, 0].double() / units[:, None] - exact
     assert (errors.mean(0).norm() < 0.5 * errors.square().sum((1, 2)).mean().sqrt()) == differ

@@ -2,7 +2,8 @@
 
 import threading
 import weakref
-from itertools import chain, pairwise
+from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,99 +12,127 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
 
-from flash_delta.kernels.runtime import calls, launch
-from flash_delta.kernels.runtime.calls import Call, Shape
+from flash_delta.kernels.runtime import fastcall, launch
+from flash_delta.kernels.runtime import run as runner
+from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.runtime.fastcall import signature
+from flash_delta.kernels.runtime.plan import Plan, Step
+from flash_delta.kernels.runtime.run import run
 from flash_delta.modules.convolution import causal_conv1d, causal_conv1d_update
 from flash_delta.modules.norm import gated_rms_norm, rms_norm
 from flash_delta.ops import _backend, _known_calls
 from flash_delta.ops import _elementwise as _modules
-from flash_delta.problem import KnownCall, Normalized, NormProblem, addresses
+from flash_delta.problem import KnownCall, Normalized, NormProblem
 
-KIND = ("test",)
+ON_CPU = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), None, 1e-5)
+ON_GPU = ON_CPU._replace(device=torch.device("cuda", 0))
 
 
-class Launched(list):
+class Kernel:
+    """Stands for one that Triton compiles."""
+
+    params, src = (), ""
+
+    def warmup(self, **options):
+        return self
+
+
+class Planner:
+    """Plans one launch. ``asked``: the layouts that it got, call after call."""
+
+    def __init__(self):
+        self.asked, self.kernel = [], Kernel()
+
+    def __call__(self, p, chip, x):
+        self.asked.append(x)
+        return Plan((Step(self.kernel, (1, 1, 1), Tile(4, 1), (), {}),) * (p.device.type == "cuda"), (), ())
+
+
+class Launches(list):
     """Stands for a call's launches."""
 
-    def launch(self, device, *groups, own=False):
-        self.append(addresses(chain(*groups)))
+    def __call__(self, device, groups):
+        self.append((device, *groups))
+        return self
 
 
 @pytest.fixture
-def known(monkeypatch):
-    """A call on tensors of the CPU that was launched."""
-    monkeypatch.setattr(launch, "several_devices", lambda: False)
-    p = NormProblem("rms_norm", 8, torch.float32, torch.device("cpu"), eps=1e-5, activation=None)
-    return KnownCall(p, None, False, {KIND: Shape(0, None, Launched())})
+def given():
+    return Normalized(torch.randn(4, 8), torch.randn(8))
 
 
 @pytest.fixture
-def call(known):
-    x = Normalized(torch.randn(4, 8), torch.randn(8))
-    return Call(known.problem, x, (), known.launches[KIND], True)
+def on_a_gpu(monkeypatch):
+    """The launches on a GPU that is none."""
+    launched = Launches()
+    monkeypatch.setattr(runner, "on", lambda device: nullcontext())
+    monkeypatch.setattr(runner, "chip_of", lambda device: Chip("sm_90", 132))
+    monkeypatch.setattr(runner, "ensure_context", lambda device: None)
+    monkeypatch.setattr(runner, "compiled", {})
+    monkeypatch.setattr(runner, "Launched", lambda *_: launched)
+    monkeypatch.setattr(runner.ByTriton, "__call__", lambda _, *call: launched(*call))
+    return launched
 
 
-def test_the_next_call_gets_its_own_addresses(call, known):
-    launch.remember(call, call.x)
-    other, y = Normalized(torch.randn(4, 8), call.x.weight, torch.randn(4, 8)), torch.empty(4, 8)
-    assert launch.again(known, KIND, other, made=(y,)) == (y,)
-    assert call.shape.replay == [[t.data_ptr() for t in (*other, y)]]
-    assert launch.again(known, ("another",), other, made=(y,)) is None
-    assert launch.again(None, KIND, other, made=(y,)) is None
+def test_the_next_call_gets_its_own_tensors(given):
+    planner, launches = Planner(), Launches()
+    other, known = given._replace(x=torch.randn(4, 8)), KnownCall(ON_CPU, None, False, {planner: launches})
+    for x in (given, other):
+        assert run(planner, ON_CPU, x, known=known) is launches
+        assert launches.pop()[1] is x
+    assert planner.asked == []
+    another = Planner()
+    for plan, keeps in ((another, known), (planner, None)):
+        assert run(plan, ON_CPU, other, known=keeps) == ()
+        assert (launches, len(plan.asked)) == ([], 1)
 
 
-def test_c_is_compiled_beside_the_first_calls_kernels(call, monkeypatch):
-    loaded = []
-    monkeypatch.setattr(launch.fastcall, "load", lambda: loaded.append(threading.current_thread()))
-    monkeypatch.setattr(launch, "_ready", set())
+def test_c_is_compiled_beside_the_first_calls_kernels(given, on_a_gpu, monkeypatch):
+    loaded, planner = [], Planner()
+    monkeypatch.setattr(fastcall, "loaded", None)
+    monkeypatch.setattr(fastcall, "load", lambda: loaded.append(threading.current_thread()))
     for _ in range(2):
-        launch.run(call, lambda c: None)
+        run(planner, ON_GPU, given)
     assert len(loaded) == 1
     assert loaded[0] is not threading.current_thread()
-    assert len(call.shape.replay) == 2
+    assert len(on_a_gpu) == 2
 
 
-def test_an_older_torch_has_no_c(call, monkeypatch):
+def test_an_older_torch_has_no_c(given, on_a_gpu, monkeypatch):
     """Without the interface by which C reads tensors nothing loads it, and Triton's launcher launches."""
-    assert calls.is_direct(torch.device("cuda"))
-    monkeypatch.setattr(calls.fastcall, "API", None)
-    monkeypatch.setattr(calls.fastcall, "load", lambda: pytest.fail("C cannot be loaded"))
-    monkeypatch.setattr(launch, "_ready", set())
-    assert not calls.is_direct(torch.device("cuda"))
-    launch._compile((call, lambda c: None))
+    assert launch.is_direct(ON_GPU.device)
+    monkeypatch.setattr(fastcall, "API", None)
+    monkeypatch.setattr(fastcall, "load", lambda: pytest.fail("C cannot be loaded"))
+    monkeypatch.setattr(runner, "Launched", lambda *_: pytest.fail("C cannot launch"))
+    assert not launch.is_direct(ON_GPU.device)
+    run(Planner(), ON_GPU, given)
+    assert len(on_a_gpu) == 1
 
 
-def test_copies_are_made_again(call, known):
-    """Kernels that got a copy of an input must not get the input."""
-    given = call.x._replace(weight=call.x.weight.clone())
-    launch.remember(call, given)
-    assert launch.again(known, KIND, given) is None
-    launch.remember(call, call.x._replace(x=call.x.x.view(2, 2, 8)))
-    assert launch.again(known, KIND, given) is not None, "the same memory in another shape is no copy"
-
-
-def test_profilers_see_launches(call, known, monkeypatch):
+def test_profilers_see_launches(given, on_a_gpu, monkeypatch):
     """By Triton's hooks, or in what kernels write down: both need Triton's launcher."""
-    launch.remember(call, call.x)
+    planner, kept = Planner(), Launches()
+    known = KnownCall(ON_GPU, None, False, {planner: kept})
+    monkeypatch.setattr(runner, "several_devices", lambda: False)
     with monkeypatch.context() as m:
         m.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
-        assert launch.again(known, KIND, call.x) is None
+        run(planner, ON_GPU, given, known=known)
     with knobs.compilation.scope():
         knobs.compilation.instrumentation_mode = "consan"
-        assert launch.again(known, KIND, call.x) is None
-    assert launch.again(known, KIND, call.x) is not None
+        run(planner, ON_GPU, given, known=known)
+    assert (len(on_a_gpu), len(kept), runner.compiled) == (2, 0, {})
+    run(planner, ON_GPU, given, known=known)
+    assert (len(on_a_gpu), len(kept)) == (2, 1)
 
 
-def test_other_devices_are_made_current(call, known, monkeypatch):
-    entered = []
-    monkeypatch.setattr(launch, "several_devices", lambda: True)
+def test_other_devices_are_made_current(given, monkeypatch):
+    entered, planner, launches = [], Planner(), Launches()
+    monkeypatch.setattr(runner, "several_devices", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or torch.no_grad())
-    launch.remember(call, call.x)
-    known.problem = known.problem._replace(device=torch.device("cuda", 0))
-    assert launch.again(known, KIND) is not None
-    assert entered == [known.problem.device]
+    run(planner, ON_GPU, given, known=KnownCall(ON_GPU, None, False, {planner: launches}))
+    assert entered == [ON_GPU.device]
+    assert launches == [(ON_GPU.device, given)]
 
 
 def test_signatures_tell_calls_apart():

@@ -14,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flash_delta
 from flash_delta.ops.serving import _run
-from flash_delta.problem import Inputs
 
 z, INDEX = torch.zeros, torch.int64
 
@@ -239,19 +238,24 @@ def test_what_the_kernel_cannot_do_it_says():
         flash_delta.decode_gated_delta_rule(**(x | {"backend": "triton"}))
 
 
-@needs_triton
-def test_calls_with_pools_of_other_sizes_are_launched_anew():
-    """How many slots there are is part of what is launched, though not of what is compiled."""
-    from flash_delta.kernels.runtime.calls import make_call as look_at
+def numbers_and_name(slots):
+    """The numbers that `decode` gets on a pool of so many slots, and what its compiled code depends on."""
+    from flash_delta.kernels.runtime.chip import Chip
+    from flash_delta.kernels.runtime.plan import layouts_of
+    from flash_delta.kernels.runtime.run import name_of
+    from flash_delta.kernels.triton.serving.rows import plan_decode
 
-    shapes = []
-    for count in (9, 10):
-        x = make_call(slots=count)
-        problem = flash_delta.explain(flash_delta.decode_gated_delta_rule, **x).problem
-        inputs = Inputs(*(x[name] for name in ("q", "k", "v", "g", "beta")))
-        shapes.append(look_at(problem, inputs, ("test",), x["state_pool"], x["read_indices"]).shape)
-    assert shapes[0] is not shapes[1]
-    assert shapes[0].key == shapes[1].key
+    call = flash_delta.explain(flash_delta.decode_gated_delta_rule, **make_call(slots=slots))
+    (step,) = plan_decode(call.problem, Chip("sm_90", 132), *map(layouts_of, call.groups)).steps
+    return [a for a in step.arguments if type(a) is int], name_of(step)
+
+
+@needs_triton
+def test_calls_with_pools_of_other_sizes_are_launched_anew(process):
+    """How many slots there are is part of what is launched, though not of what is compiled."""
+    (few, name), (more, same) = process.map(numbers_and_name, (9, 10))
+    assert {pair for pair in zip(few, more, strict=True) if pair[0] != pair[1]} == {(9, 10)}
+    assert name == same
 
 
 def test_the_torch_backend_wants_indices_on_the_host():

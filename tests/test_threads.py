@@ -86,18 +86,3 @@ def compilations(place):
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_threads_wait_for_the_one_that_compiles(process, place):
     assert len(process.submit(compilations, place).result()) == 2
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_keys_that_come_at_once_get_different_numbers(monkeypatch):
-    from flash_delta.kernels.runtime import compile_key
-
-    class Slow(dict):
-        def __len__(self):
-            count = super().__len__()
-            time.sleep(0.001)
-            return count
-
-    monkeypatch.setattr(compile_key, "key_numbers", Slow())
-    flags = [compile_key.Flags._make([(str(number),), *compile_key.Flags._fields[1:]]) for number in range(THREADS)]
-    assert sorted(together(lambda number: compile_key.key_of(flags[number], ()))) == list(range(THREADS))

@@ -11,14 +11,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is a GPU: `flash-delta check --device cuda` runs the compiled kernels", allow_module_level=True)
 
+from test_triton_kernels import scanned
+
 import flash_delta
-from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients, Workspace
 from flash_delta.kernels.triton import backend
-from flash_delta.kernels.triton.backward import scan_backward
 from flash_delta.kernels.triton.backward.halved_gradients import needs_halving
-from flash_delta.kernels.triton.forward import channel, scan, solve
 from flash_delta.problem import Inputs
 from flash_delta.testing import CASES, MEMBERS, Standard, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run
@@ -202,22 +200,7 @@ def test_descriptors_and_pointers_load_what_channel_wrote():
     """Both ways load the same numbers. The interpreter has descriptors, but a CPU does not choose them (as in
     test_triton_kernels.py)."""
     x = changed(mixed(70), torch.bfloat16)
-    inputs = Inputs(*(x[name].detach() for name in ("q", "k", "v", "g", "beta")))
-    p = problem_of(x)
-    c = make_call(p, inputs, ("test",))
-    outputs = []
-    for tma in (False, True):
-        tile = Tile(4, 1, 16, tma=tma)
-        memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, StateGradients)
-        channels, solved, factors, saved, again, chain = c.parts(memory)
-        o, state = torch.empty_like(inputs.v), torch.empty(p.state_shape)
-        channel.run_channel(c, solved, channels)
-        solve.run_solve(c, channels, solved)
-        scan.run_scan(c, channels, solved, factors, o, state, saved, tile)
-        scan_backward.run_scan_backward(
-            c, channels, solved, factors, again, inputs.v, None, chain, None, tile, recompute=True
-        )
-        assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, again, strict=True))
-        outputs.append((o, state, *again, *chain))
-    for a, b in zip(*outputs, strict=True):
+    p, given = problem_of(x), (x[name].detach() for name in ("q", "k", "v", "g", "beta"))
+    inputs = Inputs(*given, initial_state=torch.randn(p.state_shape))
+    for a, b in zip(*(scanned(p, inputs, Tile(4, 1, 16, tma=tma)) for tma in (False, True)), strict=True):
         assert torch.equal(a, b)

@@ -13,20 +13,22 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import flash_delta
 from flash_delta.compiler.targets import TARGETS
 from flash_delta.kernels import require_triton
-from flash_delta.kernels.runtime import launch
-from flash_delta.kernels.runtime.arguments import fits_tma, strides
-from flash_delta.kernels.runtime.calls import Call, make_call
+from flash_delta.kernels.runtime.arguments import draft_of, fits_tma, strides
 from flash_delta.kernels.runtime.chip import COMPILED, Chip, Tile, family
-from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients, Workspace
+from flash_delta.kernels.runtime.plan import Layout, Making, laid_out, layouts_of
+from flash_delta.kernels.runtime.run import ByTriton, given_to
+from flash_delta.kernels.runtime.workspace import Factors, Residual, make_groups
 from flash_delta.kernels.triton import backend
-from flash_delta.kernels.triton.backward import scan_backward
-from flash_delta.kernels.triton.forward import factor, scan, solve
+from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
+from flash_delta.kernels.triton.forward.plan import plan_forward
 from flash_delta.kernels.triton.forward.scan_launches import copies
 from flash_delta.kernels.triton.tiles import widest_float32, widest_key
 from flash_delta.problem import Inputs, Pools
 from flash_delta.testing import CASES, MEMBERS, Standard, make_inputs
 from flash_delta.testing.accuracy import run
-from workshop.gate.cases.rule import RuleCase, problem_of
+from workshop.gate.cases.rule import Kernels, RuleCase, problem_of
+
+H200 = Chip("sm_90", 132)
 
 BY_NAME = {case.name: case for case in CASES}
 HEADS = {"H": 1, "HV": 2}  # the interpreter takes seconds for each: a batch and more groups are in some cells
@@ -60,13 +62,18 @@ def test_against_the_recurrence(name, case, dtype, changes):
     assert not standard.wrong(got)
 
 
+def without_names(step):
+    """A launch on tensors like these, wherever they are."""
+    layouts = ((a.shape, a.strides, a.dtype, a.offset) if isinstance(a, Layout) else a for a in step.arguments)
+    return step._replace(arguments=tuple(layouts))
+
+
 def test_calls_with_and_without_gradients_are_not_launched_alike():
     """Nor is anything compiled anew: they differ in the memory that the launches are given."""
     p, x = problem_of(RuleCase())
-    p = p._replace(device=torch.device("cpu"))
-    plain, training = (make_call(p._replace(needs_grad=needs), x, ("forward", False)) for needs in (False, True))
-    assert plain.shape.key == training.shape.key
-    assert plain.shape is not training.shape
+    plain, training = (plan_forward(p._replace(needs_grad=needs), H200, layouts_of(x)) for needs in (False, True))
+    assert plain.steps != training.steps
+    assert list(map(without_names, plain.steps)) == list(map(without_names, training.steps))
 
 
 def arguments(dtype=torch.float32, **changes):
@@ -114,6 +121,26 @@ def test_rows_behind_the_last_sequence_are_zero():
         assert t[:, :103].any()
 
 
+def scanned(p, inputs, tile):
+    """What scans write: o, the final states, the gradient of the initial ones, and for each chunk what is saved, which
+    the backward pass also computes again."""
+    kernels = Kernels(p, inputs)
+    made, saved, chain = kernels.made, kernels.residual, kernels.chain
+    kernels.chunks()
+    results, dinitial = kernels.scan(True, tile), made.new("dinitial_state", p.state_shape, torch.float32)
+    again = Residual._make([made.like(f"{t.name} again", t) for t in saved])
+    run_scan_backward(
+        kernels.c, kernels.channels, kernels.solved, kernels.factors, again, kernels.x.v, None, chain, dinitial, tile,
+        recompute=True,
+    )  # fmt: skip
+    for t in (*saved, *again, *chain):
+        t.filled = 0.0  # slots without a chunk stay as they are
+    plan = kernels.c.plan(*results, dinitial, *again, *chain, *saved)
+    *found, states, R, U = ByTriton(plan, given_to(plan, kernels.groups))(p.device, kernels.groups)
+    assert all(torch.equal(a, b) and a.any() for a, b in zip((states, R, U), found[3:6], strict=True))
+    return found
+
+
 @pytest.mark.parametrize(("V", "columns"), [(24, 16), (136, 16), (192, 128)])
 def test_descriptors_and_pointers_load_the_same(V, columns):
     """Hopper's whole tiles, which a CPU does not choose; and what the backward pass computes again is the same. No tile
@@ -123,23 +150,7 @@ def test_descriptors_and_pointers_load_the_same(V, columns):
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton").problem
     given = (x[n].detach() for n in ("q", "k", "v", "g", "beta"))
     inputs = Inputs(*given, initial_state=torch.randn(p.state_shape), cu_seqlens=x["cu_seqlens"])
-    c = make_call(p, inputs, ("test",))
-    outputs = []
-    for tma in (False, True):
-        tile = Tile(4, 1, columns, tma=tma)
-        memory = Workspace(p, Channels, Solved, Factors, Residual, Residual, StateGradients)
-        memory.buffer.zero_()  # slots without a chunk stay as they are
-        channels, solved, factors, saved, again, chain = c.parts(memory)
-        o, state, dinitial = torch.empty_like(inputs.v), torch.empty(p.state_shape), torch.empty(p.state_shape)
-        solve.run_solve(c, channels, solved)
-        factor.run_factor(c, solved, factors)
-        scan.run_scan(c, channels, solved, factors, o, state, saved, tile)
-        scan_backward.run_scan_backward(
-            c, channels, solved, factors, again, inputs.v, None, chain, dinitial, tile, recompute=True
-        )
-        assert all(torch.equal(a, b) and a.any() for a, b in zip(saved, again, strict=True))
-        outputs.append((o, state, dinitial, *again, *chain))
-    for a, b in zip(*outputs, strict=True):
+    for a, b in zip(*(scanned(p, inputs, Tile(4, 1, columns, tma=tma)) for tma in (False, True)), strict=True):
         assert torch.equal(a, b)
 
 
@@ -237,14 +248,14 @@ def test_the_version_of_triton_is_looked_at(version, said, monkeypatch):
 def test_what_is_known_of_strides(case, number, copied):
     """The unit that loads are as wide as, and what the copy engine moves: the workspace, what the caller laid out."""
     p, x = problem_of(case)
-    assert strides(x.v)[4].value == number
-    c = Call(p, x, (), None, direct=False)
-    assert tuple(copies(c, Tile(4, 2, 64, tma=True), x.v).values()) == copied
+    c = draft_of(p, H200, layouts_of(x))
+    assert strides(c.x.v)[4].value == number
+    assert tuple(copies(c, Tile(4, 2, 64, tma=True), c.x.v).values()) == copied
 
 
 def test_rows_of_the_workspace_are_whole_units():
     p, _ = problem_of(RuleCase(100, values=60))
-    factors, residual = Workspace(p, Factors, Residual).views()
+    factors, residual = make_groups(Making(), p, Factors, Residual)
     assert factors.X.shape[2:] == (64, 104)
     assert residual.states.shape[2:] == (64, 104)
     assert residual.R.shape[2:] == (64, 64)
@@ -253,49 +264,28 @@ def test_rows_of_the_workspace_are_whole_units():
 def test_inference_keeps_no_state_per_chunk():
     """Nothing of chunks x K x V, and no chunk's values: a chunk leaves C (K + 2 C + 8) numbers a head in memory."""
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
-    p = p._replace(T=8192, K=128, V=256, packed=False, N=1)
-    assert Workspace(p, Solved, Factors).buffer.numel() == 4 * 128 * p.HV * 64 * (128 + 2 * 64 + 8)
+    p = p._replace(T=8192, K=128, V=256, packed=False, N=1, needs_grad=False)
+    keys, values, gates = (laid_out((1, p.T, *of), p.dtype) for of in ((p.H, p.K), (p.HV, p.V), (p.HV,)))
+    plan = plan_forward(p, H200, layouts_of(Inputs(keys, keys, values, gates, gates)))
+    assert plan.workspace_bytes == 4 * 128 * p.HV * 64 * (128 + 2 * 64 + 8)
     assert backend.empty_saved(p, None)[0].numel() == 4 * 128 * p.HV * 64 * (64 + 4)
 
 
-def test_one_tensor_that_comes_as_q_and_as_k_is_two_pointers(monkeypatch):
+def test_one_tensor_that_comes_as_q_and_as_k_is_two_pointers():
     """The next call of the same sizes may have two."""
-    made = []
-
-    class Replay:
-        def __init__(self, steps, tensors, spare):
-            made.append((steps, tensors))
-
-        def launch(self, *call, own):
-            pass
-
-    class Kernels(dict):
-        __missing__ = lambda self, key: None  # noqa: E731
-
-    monkeypatch.setattr(launch, "_compiled", Kernels())
-    monkeypatch.setattr(launch, "make_step", lambda compiled, grid, values: values)
-    monkeypatch.setattr(launch, "Replay", Replay)
-    monkeypatch.setattr(launch, "ensure_context", lambda device: None)
     x = arguments(torch.bfloat16)
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **x, backend="triton").problem
-    q = x["q"].detach()
-    inputs = Inputs(q, q, x["v"].detach(), x["g"].detach(), x["beta"].detach(), cu_seqlens=x["cu_seqlens"])
-    memory = Workspace(p, Channels, Solved, Factors)
-    c = make_call(p, inputs, ("test",))._replace(direct=True)
-    monkeypatch.setattr(launch, "_ready", {c.shape.key})
-    launch.run(c, lambda c: solve.run_solve(c, *c.parts(memory)[:2]), memory.buffer)
-    (((first, second, *_),), tensors) = made[0]
-    assert first is tensors[0] is q
-    assert second is tensors[1] is not q
-    assert second.data_ptr() == q.data_ptr()
-    assert second.stride() == q.stride()
+    q, k, v, g, beta, bounds = (t.detach() for t in x.values())
+    one, two = (plan_forward(p, H200, layouts_of(Inputs(q, keys, v, g, beta, cu_seqlens=bounds))) for keys in (q, k))
+    assert [t.name for t in one.steps[0].arguments[:2]] == ["q", "k"]
+    assert one == two
 
 
 @pytest.mark.parametrize(("K", "V", "fits"), [(64, 64, True), (60, 64, False), (64, 60, False)])
 def test_the_copy_engine_takes_rows_of_whole_16_bytes(K, V, fits):
     """The output's rows lie side by side, so widths count, even where a caller's own rows have gaps."""
     p, x = problem_of(RuleCase(64, gate="channel"))
-    assert fits_tma(p._replace(K=K, V=V), x.v) == fits
+    assert fits_tma(p._replace(K=K, V=V), layouts_of(x).v) == fits
 
 
 def test_explain_says_that_rows_go_without_the_copy_engine(monkeypatch):

@@ -2,6 +2,7 @@
 the real ones."""
 
 import logging
+import shutil
 import sys
 from collections import Counter
 from functools import wraps
@@ -11,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from serving_truth import DEVICES, needs_triton
+from serving_truth import GPU, needs_triton
 
 import flash_delta
 from flash_delta.integrations.vllm import calls, plugin, warmup
@@ -97,6 +98,10 @@ class Kimi(torch.nn.Module):
 
 @pytest.fixture
 def batch(monkeypatch):
+    return pretend_vllm(monkeypatch)
+
+
+def pretend_vllm(monkeypatch):
     """vLLM's modules, as far as the plugin asks for them. Returns what sets the metadata of the running batch."""
     context = SimpleNamespace(attn_metadata=None)
     modules = {
@@ -389,18 +394,15 @@ def call_of(kind, drafts, device):
     return call
 
 
-@needs_triton
-@pytest.mark.parametrize(("kind", "drafts"), [("qwen", 0), ("qwen", DRAFTS), ("kimi", 0)])
-def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(batch, monkeypatch, kind, drafts):
-    """What the launcher knows compiled code by: of every later batch it is there already."""
-    from flash_delta.kernels.runtime import compile_key
+def serve(monkeypatch, kind, drafts, device):
+    """The kernels that are compiled while vLLM profiles, and those after later batches."""
+    from flash_delta.kernels.runtime import run
 
     monkeypatch.setenv(ENVIRONMENT, "triton")
-    device = DEVICES["triton"]
-    call = call_of(kind, drafts, device)
+    monkeypatch.setattr(run, "compiled", {})
+    batch, call = pretend_vllm(monkeypatch), call_of(kind, drafts, device)
     call(40)
-    before = dict(compile_key.key_numbers)
-    assert before
+    profiled = list(run.compiled)
     assert len(warmup._warm) == 1
 
     def on(*values):
@@ -421,7 +423,33 @@ def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(batch, monkeypat
                   num_accepted_tokens=accepted, spec_state_indices_tensor=table,
                   spec_sequence_masks=on(1, 1).bool())  # fmt: skip
             call(5)
-    assert compile_key.key_numbers.keys() == before.keys()
+    return profiled, list(run.compiled)
+
+
+def serve_pretended(place, *given):
+    """On a GPU that is none."""
+    from flash_delta.compiler.pretended_gpu import pretended_compiler
+
+    def here(new):
+        return lambda *values, device=None, **options: new(*values, **options)
+
+    with pretended_compiler(place), pytest.MonkeyPatch.context() as m:
+        for name in ("zeros", "randn", "tensor"):
+            m.setattr(torch, name, here(getattr(torch, name)))
+        return serve(m, *given, "cpu")
+
+
+@needs_triton
+@pytest.mark.skipif(not GPU and shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize(("kind", "drafts"), [("qwen", 0), ("qwen", DRAFTS), ("kimi", 0)])
+def test_what_ran_while_vllm_profiled_is_all_that_calls_compile(process, place, monkeypatch, kind, drafts):
+    """The compiled code of every later batch is there already."""
+    if GPU:
+        profiled, later = serve(monkeypatch, kind, drafts, "cuda")
+    else:
+        profiled, later = process.submit(serve_pretended, place, kind, drafts).result()
+    assert profiled
+    assert later == profiled
 
 
 def test_a_packed_call_while_vllm_profiles_does_not_reach_vllms_own_code(batch):

@@ -255,16 +255,16 @@ def test_workspace_of_a_decoding_step(rule, form, monkeypatch):
     """That of what is between a convolution and the rule, whose parts' ends are rounded up."""
     from flash_delta.kernels.runtime.chip import Chip
     from flash_delta.kernels.runtime.plan import layouts_of
+    from flash_delta.kernels.triton import backend
     from flash_delta.kernels.triton.serving.rows import plan_decode
     from flash_delta.ops._backend import Explain
-    from flash_delta.ops.serving.around import around_of
 
+    chip = Chip("sm_90", 132)
     monkeypatch.setattr("flash_delta.ops.serving.memory.choose_backend", lambda problem, wish: "triton")
+    monkeypatch.setattr(backend, "chip_of", lambda device: chip)
     op, x = example(form, rule, SMALL, 3, 5, device="meta")
-    p = op(**x, backend=Explain("triton")).problem
-    around, *_ = around_of(p.op, x.get("convolution"), x.get("output_norm"))
-    groups = *(kind(**{n: x.get(n) for n in kind._fields}) for kind in (Inputs, Slots)), around
-    plan = plan_decode(p, Chip("sm_90", 132), *map(layouts_of, groups))
+    call = op(**x, backend=Explain("triton"))
+    plan = plan_decode(call.problem, chip, *map(layouts_of, call.groups))
     assert len(plan.memory) == 1 + 3 * ("conv" in form)
     assert workspace_bytes(op, **x, device="cuda:0") == plan.workspace_bytes
     assert (plan.workspace_bytes > 0) == ("conv" in form)
@@ -373,11 +373,15 @@ def scratch(target):
     """Returns what is planned for scans with descriptors, and what the compiler asks for."""
     from flash_delta.compiler.offline import offline
     from flash_delta.kernels.runtime.chip import Chip
+    from flash_delta.kernels.runtime.plan import layouts_of
     from flash_delta.kernels.runtime.pool_launches import PoolLaunch
     from flash_delta.kernels.triton.forward import scan_launches
     from flash_delta.kernels.triton.tiles import scan_tiles
     from flash_delta.problem import Pools
     from workshop.gate.cases import rule, serving
+
+    def scratch_bytes(p, x):
+        return scan_launches.scratch_bytes(p, layouts_of(x), chip)
 
     found, sizes = [], {}
     for case in (rule.RuleCase(), rule.RuleCase(64), rule.RuleCase(gate="channel"), rule.RuleCase(erase=None)):
@@ -390,7 +394,7 @@ def scratch(target):
                     rule.call("scan", case, False, t)
                 sizes[case, t] = compiled[0].kernel.metadata.global_scratch_size
             programs = prod(scan_launches.scan_grid(p, PoolLaunch(t, p.N)))
-            found.append((scan_launches.scratch_bytes(p, x, chip), programs * sizes[case, t]))
+            found.append((scratch_bytes(p, x), programs * sizes[case, t]))
     for pool in (serving.PREFILLS["prefill-gdn-128"], serving.PREFILLS["prefill-kda-128"]):
         p, x = rule.problem_of(pool.model)
         p = p._replace(pools=Pools(dtype=pool.dtype))
@@ -399,8 +403,8 @@ def scratch(target):
             with compiled_to("llir"), offline(target) as compiled:
                 serving.call_prefill(pool, w.tile)
             asked.append(prod(scan_launches.scan_grid(p, w)) * compiled[0].kernel.metadata.global_scratch_size)
-        found.append((scan_launches.scratch_bytes(p, x, chip), max(asked)))
-    assert scan_launches.scratch_bytes(*rule.problem_of(rule.RuleCase(gap=1)), chip) == 0
+        found.append((scratch_bytes(p, x), max(asked)))
+    assert scratch_bytes(*rule.problem_of(rule.RuleCase(gap=1))) == 0
     return found
 
 

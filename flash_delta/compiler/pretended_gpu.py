@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from flash_delta.kernels.runtime import cuda_driver, launch, run
+from flash_delta.kernels.runtime import cuda_driver, run
 from flash_delta.ops import _known_calls
 
 DEVICE = torch.device("cuda", 0)
@@ -98,8 +98,6 @@ def pretended_compiler(place: Path) -> Iterator[list[str]]:
         patch.object(JITFunction, "warmup", warm_up),
         patch.object(JITFunction, "_do_compile", note),
         patch.object(driver._active, "get_current_device", lambda: number),
-        patch.object(launch, "_compiled", {}),
-        patch.object(launch, "_ready", set()),
         patch.object(run, "compiled", {}),
         patch.object(_known_calls, "calls", _known_calls.Remembered()),
     ):

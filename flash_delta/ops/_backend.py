@@ -4,11 +4,14 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
+from textwrap import indent
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import flash_delta.backend as backends
 from flash_delta.problem import ENVIRONMENT, ElementwiseProblem, Problem
@@ -119,12 +122,17 @@ class Explanation:
     problem: Problem
     backend: str | None  # the backend that would run; None: the call would be refused
     reasons: dict[str, str]  # per backend: why, or why not
+    groups: tuple[Any, ...] = field(default=(), repr=False)  # the call's tensors, as backends take them
+    launches: dict[str, str] = field(default_factory=dict)  # of each pass: a line per kernel; empty unless asked for
 
     def __str__(self) -> str:
         head = f"{self.problem.op} would run on backend {self.backend!r}"
         if self.backend is None:
             head = f"{self.problem.op} would be refused"
-        return "\n".join([head, *(f"  {name}: {reason}" for name, reason in self.reasons.items())])
+        lines = [f"  {name}: {reason}" for name, reason in self.reasons.items()]
+        for name, launches in self.launches.items():
+            lines += [f"{name}:", indent(launches, "  ")]
+        return "\n".join([head, *lines])
 
 
 @dataclass(frozen=True)
@@ -132,9 +140,13 @@ class Explain:
     """Given as ``backend``, it makes an op return an :class:`Explanation` instead of running."""
 
     wish: str | None = None
+    launches: bool = False
 
-    def of(self, problem: Problem) -> Explanation:
-        wish = wished(self.wish)
+    def of(self, problem: Problem, *groups: tuple[Tensor | None, ...]) -> Explanation:
+        """``groups``: the call's tensors, as backends take them."""
+        wish, launches = wished(self.wish), {}
+        if self.launches and problem.device.type == "meta" and torch.cuda.is_available():
+            problem = problem._replace(device=torch.device("cuda", torch.cuda.current_device()))
         if wish is not None:  # a backend that is not installed is a refusal; a name that does not exist is an error
             backends.find(wish)
         offers = _offers(problem, load_backend)
@@ -155,4 +167,6 @@ class Explain:
             else:
                 why = hesitations[name]
                 reasons[name] = f"can, but {chosen!r} is preferred" + ("" if why is None else f": {why}")
-        return Explanation(problem, chosen, reasons)
+        if self.launches and chosen is not None and hasattr(load_backend(chosen), "plans"):
+            launches = {name: str(plan) for name, plan in load_backend(chosen).plans(problem, *groups).items()}
+        return Explanation(problem, chosen, reasons, groups, launches)

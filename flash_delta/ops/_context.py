@@ -54,7 +54,7 @@ def run_chunks(
     x = x._replace(cu_seqlens=context.place(context.bounds, x.q.device))
     problem = problem_of(x, options, context.bounds)
     if isinstance(backend, Explain):
-        return backend.of(problem)
+        return backend.of(problem, x)
     if options["state_v_first"] and x.initial_state is not None:
         x = x._replace(initial_state=x.initial_state.mT.contiguous())
     plain = options | {"state_v_first": False}

@@ -32,7 +32,7 @@ def run(
     known = recall(given, x)
     if known is None:
         if isinstance(backend, Explain):
-            return backend.of(problem_of(x, options, bounds))
+            return backend.of(problem_of(x, options, bounds), x)
         if is_traced(x.q):
             return _run_traced(x, options, bounds, output_final_state, backend)
         if has_tangents() or not getattr(x.q, "is_cuda", False):
@@ -81,7 +81,7 @@ def run_tokens(
     """`run` of a recurrent op. If q, k and v have different dtypes, it computes with float32 copies (float64 if one of
     them is float64), and ``o`` has v's dtype. A known decoding step is launched directly (`KnownCall.again`)."""
     known = recall((backend, True, *options.values()), x) if bounds is None and not torch.is_grad_enabled() else None
-    found = None if known is None or known.again is None else known.again(known, x)
+    found = None if known is None or known.again is None else known.again(known.problem, x, known)
     if found is not None:
         return found[0], found[1] if as_bool(options["op"], "output_final_state", output_final_state) else None
     q, k, v = getattr(x.q, "dtype", None), getattr(x.k, "dtype", None), getattr(x.v, "dtype", None)

@@ -66,7 +66,6 @@ __all__ = [
     "Problem",
     "Schema",
     "Slots",
-    "addresses",
     "gate_of",
     "marked",
     "needs_gradient",
@@ -82,13 +81,9 @@ class KnownCall:
     backend: ModuleType  # the backend that runs it
     needs_grad: bool
     launches: dict[Any, Any] = field(default_factory=dict)  # what the backend keeps for the next such call
-    # Repeats the launches, or returns None. For serving calls: (known, x, slots, around) -> o. For a recurrent op
-    # without gradients: (known, x) -> (o, states).
+    # The backend's function, once it has run this call: it launches the same. For serving calls: (problem, x, slots,
+    # around, known) -> o. For a recurrent op without gradients: (problem, x, known) -> Outputs.
     again: Callable[..., Any] | None = None
-
-
-def addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    return [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def needs_gradient(tensors: Iterable[Tensor | None]) -> bool:

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.plans.tiles import SCAN_GRADIENTS, ChannelTile
-from flash_delta.kernels.hopper.plans.unplanned import new_gradients
-from flash_delta.kernels.hopper.scalar.backward.run import prepare_back
-from flash_delta.kernels.runtime.calls import make_call
+from flash_delta.kernels.hopper.scalar.backward.plan import Kept, ScanBack, plan_backward
+from flash_delta.kernels.runtime.chip import chip_of
+from flash_delta.kernels.runtime.plan import layouts_of
+from flash_delta.kernels.runtime.run import ByTriton, given_to
+from flash_delta.kernels.triton.backward.plan import OutputGradients
 from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import backend
-from workshop.gate.cases.rule import Tensors, describe
+from workshop.gate.cases.rule import Planned, Tensors, describe
 from workshop.tune.stage import Stage
 
 NAMES = "q", "k", "v", "g", "beta"
@@ -58,11 +60,10 @@ def tune_scan_gradients(made: Tensors, t: BackTile) -> Tensors:
     """The backward pass of whole sequences: `scan_gradients`, and all launches before and after it."""
     p, x = call_of(made)
     p = p._replace(needs_grad=True, batch_invariant=True)
-    d, outer = new_gradients(p, x), (made["do"], None)
-    kernels, _ = prepare_back(p, x, outer, (made["saved"],), d, None)
+    groups = x, OutputGradients(made["do"], None), Kept(made["saved"], None)
     with patch.dict(SCAN_GRADIENTS[p.K], t._asdict()):
-        kernels(make_call(p, x, ("launches",), *outer)._replace(direct=False))
-    return dict(zip(NAMES, d, strict=False))
+        plan = plan_backward(p, chip_of(p.device), *map(layouts_of, groups), choice=ScanBack(None))
+    return dict(zip(NAMES, ByTriton(plan, given_to(plan, groups))(p.device, groups), strict=False))
 
 
 def truth_back(made: Tensors) -> Tensors:
@@ -73,9 +74,10 @@ def truth_back(made: Tensors) -> Tensors:
 
 def tune_channel_loop(made: Tensors, t: ChannelTile) -> Tensors:
     p, x = call_of(made)
-    o, final = torch.empty_like(x.v), torch.empty(p.state_shape, device=p.device)
-    run_channel_loop(make_call(p, x, ("launches",))._replace(direct=False), o, final, t)
-    return {"o": o, "final_state": final}
+    kernels = Planned(p, x)
+    results = kernels.results()
+    run_channel_loop(kernels.c, *results, t)
+    return kernels.launch(results)
 
 
 def truth_channels(made: Tensors) -> Tensors:

@@ -20,55 +20,34 @@ one decay per value head nothing is saved, and ``triton`` runs the backward pass
 also runs everything that this backend cannot run.
 """
 
-from functools import partial
-from operator import is_
-
 import torch
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
+from flash_delta.kernels.hopper.channel import plan as channel
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
-from flash_delta.kernels.hopper.channel import run as channel
 from flash_delta.kernels.hopper.device.inverse_tiles import fine
-from flash_delta.kernels.hopper.plans.boxes import as_taken, describable, described, plain_state
 from flash_delta.kernels.hopper.plans.columns import as_heads, joined
 from flash_delta.kernels.hopper.plans.lost import check_states
-from flash_delta.kernels.hopper.plans.padding import (
-    Padded,
-    PaddedResults,
-    new_padded,
-    padded,
-    pads,
-    run_narrow,
-    run_widen,
-)
-from flash_delta.kernels.hopper.plans.splits import loop_tile, loop_tiles, split_endless, split_length
-from flash_delta.kernels.hopper.plans.tape import Tape, new_loop_tape
-from flash_delta.kernels.hopper.plans.unplanned import for_backward, name_back, new_convolved, with_contiguous_vectors
-from flash_delta.kernels.hopper.scalar.backward import run as scalar_backward
-from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
-from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
-from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.scalar.listed import lists, new_listed_scan, run_listed_scan
+from flash_delta.kernels.hopper.plans.padding import padded, pads
+from flash_delta.kernels.hopper.plans.tiles import WHOLE
+from flash_delta.kernels.hopper.scalar import plan as scalar
+from flash_delta.kernels.hopper.scalar.backward import plan as scalar_backward
+from flash_delta.kernels.hopper.scalar.backward.plan import Kept, segment_length
+from flash_delta.kernels.hopper.scalar.listed import lists
+from flash_delta.kernels.hopper.scalar.prefill import plan_prefill
 from flash_delta.kernels.hopper.scalar.segments.cut import cut_prompts
-from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan, new_maps, new_segmented_scan
-from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
-from flash_delta.kernels.runtime.calls import Call, make_call, on, opened
-from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, chip_of
-from flash_delta.kernels.runtime.launch import Kernels, again, output_of, remember, remember_served, run
-from flash_delta.kernels.runtime.workspace import Workspace
+from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, chip_of
+from flash_delta.kernels.runtime.plan import Plan, layouts_of
+from flash_delta.kernels.runtime.run import Planner, by_sizes, run
 from flash_delta.kernels.triton import backend as triton
+from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved
 from flash_delta.kernels.triton.backward.results import gradients_of
 from flash_delta.kernels.triton.forward.scan_launches import crowded
-from flash_delta.kernels.triton.serving.decode import run_decode
-from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
-from flash_delta.kernels.triton.serving.prompts import convolved_bytes, run_after, run_before
+from flash_delta.kernels.triton.tiles import plan_back
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
-FORWARD, LISTED, PREFILL = ("hopper",), ("hopper", "listed"), ("prefill", "hopper")  # the kinds of calls
-FORWARD_ALONE = (*FORWARD, False, False)  # without a backward pass
 WIDTHS = (64, 128, 256)
-WHOLE = 256  # heads of this width do not fit the loop; `factor_chunks` runs first, then a scan of whole sequences
 MOST_VALUES = 512
 NARROWEST_PADDED = 60  # columns
 
@@ -146,221 +125,97 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Empty tensors like those that ``forward`` saves. If columns run as heads, nothing is saved, since the backward
     pass needs whole heads. It computes everything again."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # not symbols: kernels are compiled for them
-    if p.gate.kind == "channel" and not channel.saves(fixed):
-        return ()
-    saved = _for_backward(padded(fixed))
-    return () if saved is None else (saved.buffer,)
+    size = (channel if p.gate.kind == "channel" else scalar_backward).saved_bytes(fixed)
+    return () if size is None else (torch.empty(size, dtype=torch.uint8, device=p.device),)
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     check_states(p.op)
-    if p.gate.kind == "channel" and p.N * p.T:
-        return channel.forward(p, x, known)
-    if p.V != p.K and not pads(p):
+    if p.gate.kind != "channel" and p.V != p.K and not pads(p):
         return joined(p, forward(*as_heads(p, x), known))
-    kind = LISTED if lists(p) else (*FORWARD, p.needs_grad, p.needs_grad and p.disable_recompute)
-    made = again(known, (p.lengths, *kind), x)
-    if made is not None:
-        return Outputs(*made[:2], made[2:3], planned=made[3:])
-    wide = padded(p)
-    given, x = x, as_taken(x) if wide is p else with_contiguous_vectors(x)
-    o, final = _new_outputs(p)
-    saved = _for_backward(wide) if p.needs_grad else None
-    kept = () if saved is None else (saved.buffer,)
-    if p.N * p.T == 0:  # without tokens or sequences nothing is compiled or launched
-        final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
-        return Outputs(o.zero_(), final, kept)
-    chip, wanted = chip_of(p.device), Outputs(o, final, kept)
-    if kind == LISTED:
-        name, planned, (kernels, spare) = kind, (), _prepare_listed(p, x, wanted, chip)
-        later = partial(_later_call, FORWARD_ALONE, p, x)
+    if p.N * p.T == 0:
+        return _nothing(p, x)
+    maps = None
+    if p.gate.kind == "channel":
+        choose, later = channel.choose_forward, channel.plan_usual_backward
+        o, final, saved = run(channel.plan_forward, p, x, choose=choose, known=known, later=later)
     else:
-        length = _length(wide, chip)
-        maps = None if length is None or saved is None else new_maps(wide, length)
-        planned = () if maps is None else (maps,)
-        chosen, kernels, spare = _prepare(p, x, wanted, saved, maps, chip)
-        name, later = (*kind, *chosen), None
-        if saved is not None and scalar_backward.unsupported(p) is None:
-            later = partial(scalar_backward.later_call, p, x)
-        elif lists(p._replace(N=2)):
-            later = partial(_later_call, LISTED, p, x)
-    with on(p.device):
-        call = make_call(p, x, kind, known=known, name=name)
-        run(call, kernels, o, final, *kept, *planned, spare=spare, later=later)
-    remember(call, given, known, (p.lengths, *kind))
-    return wanted._replace(planned=planned)
+        choose, later = scalar.choose_forward, scalar_backward.plan_usual_backward
+        o, final, saved, maps = run(scalar.plan_forward, p, x, choose=choose, known=known, later=later)
+    return Outputs(o, final, () if saved is None else (saved,), planned=() if maps is None else (maps,))
 
 
-def _prepare(
-    p: Problem, x: Inputs, outputs: Outputs, saved: Workspace | None, maps: Tensor | None, chip: Chip
-) -> tuple[tuple, Kernels, tuple[Tensor | None, ...]]:
-    """What was chosen for a call; the function that launches all kernels; and the memory that only these need."""
-    wide, (o, final) = padded(p), outputs[:2]
-    length, makes = _length(wide, chip), makes_rates(p)
-    views = [] if saved is None else saved.views()
-    A, trace = views[0].A if views else None, views[-1] if len(views) > 1 else None
-    segmented = _new_scan(wide, length, A, maps)
-    rates = None if makes and segmented is None else new_rates(p)
-    tile = loop_tile(wide, chip, trace is not None)
-    tape = None if segmented is not None else new_loop_tape(wide, chip, tile)
-    copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
-
-    def kernels(given: Call) -> None:
-        c = run_widen(given, copies)
-        w, r = _every_scan(wide, chip) if c.every else (segmented, rates)
-        launched = loop_tiles(wide.K, trace is not None) if c.every else (tile,)
-        parts = [] if saved is None else c.parts(saved)
-        if w is not None or not makes:
-            run_rates(c, o_wide, r, parts[0] if parts else None)
-        if w is None or (c.every and wide.K != WHOLE):
-            run_loop(c, o_wide, final_wide, None if makes else r, A, *launched, trace=trace, tape=tape)
-        if w is not None:
-            run_segmented_scan(c, o_wide, final_wide, r, w, trace)
-        run_narrow(given, PaddedResults((None, None, o_wide), final_wide), PaddedResults((None, None, o), final))
-
-    spare = (rates, *_handed(segmented, tape, planned=maps is not None, saved=saved is not None), *made)
-    return (length, tile, tape is None), kernels, spare
-
-
-def _prepare_listed(p: Problem, x: Inputs, outputs: Outputs, chip: Chip) -> tuple[Kernels, tuple[Tensor | None, ...]]:
-    """The launching function and memory of `_prepare`, for packed sequences that the device lists. Sequence n has slot
-    n, as on a pool."""
-    o, final = outputs[:2]
-    copies, (o_wide, final_wide), made = _new_copies(p, x, o, final)
-    w = new_listed_scan(padded(p), chip)
-
-    def kernels(given: Call) -> None:
-        c = run_widen(given, copies)
-        run_listed_scan(c, o_wide, w, Slots(c.x.initial_state, None), final_wide)
-        run_narrow(given, PaddedResults((None, None, o_wide), final_wide), PaddedResults((None, None, o), final))
-
-    return kernels, (*w.memory, *made)
-
-
-def _later_call(kind: tuple, p: Problem, x: Inputs) -> tuple[Call, Kernels]:
-    """A call like this one, of the other kind of inference. A number of sequences may choose either, so both are
-    compiled together."""
-    nowhere, chip = p._replace(device=torch.device("meta")), chip_of(p.device)
-    outputs = Outputs(*_new_outputs(nowhere))
-    if kind == LISTED:
-        kernels, _ = _prepare_listed(nowhere, x, outputs, chip)
-    else:
-        _, kernels, _ = _prepare(nowhere, x, outputs, None, None, chip)
-    return make_call(p, x, kind), kernels
-
-
-def _new_outputs(p: Problem) -> tuple[Tensor, Tensor]:
-    """o, and the final states."""
+def _nothing(p: Problem, x: Inputs) -> Outputs:
+    """The results of a call without tokens or sequences, for which nothing is compiled or launched."""
+    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
-    return torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device), final
-
-
-def _new_copies(
-    p: Problem, x: Inputs, o: Tensor, final: Tensor
-) -> tuple[Padded | None, tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
-    """Copies, if heads are padded; the tensors to which kernels write o and final states; and all new tensors."""
-    copies = new_padded(p, x)
-    if copies is None:
-        return None, (o, final), ()
-    outputs = _new_outputs(padded(p))
-    return copies, outputs, (*copies, *outputs)
-
-
-def _every_scan(p: Problem, chip: Chip) -> tuple[SegmentedScan | None, Tensor]:
-    """The scan for compiling everything that a call may launch."""
-    one = p._replace(N=1, T=1)
-    return _new_scan(one, split_endless(p, chip.processors, back=_goes_back(p)), None, None), new_rates(one)
+    final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
+    return Outputs(o.zero_(), final, empty_saved(p, x))
 
 
 def backward(
     p: Problem, x: Inputs, saved: tuple[Tensor, ...], do: Tensor, dfinal: Tensor | None, known: KnownCall | None = None
 ) -> Inputs:
     """Gradients of every input. ``saved``: what ``forward`` has saved. Without it ``triton`` computes all again."""
-    name = name_back(p, x, saved, do, dfinal)
-    made = again(known, name, x, (do, dfinal), saved)
-    if made is not None:
-        return gradients_of(x, made)
+    outer = OutputGradients(do, dfinal)
     if p.gate.kind == "channel" and p.N * p.T:
-        return channel.backward(p, x, saved, do, dfinal, known)
-    if not saved or p.N * p.T == 0 or scalar_backward.unsupported(p) is not None:
+        after = outer, Saved(*saved or (None,))
+        made = run(channel.plan_backward, p, x, after=after, choose=plan_back, known=known)
+    elif not saved or p.N * p.T == 0:
         return triton.backward(p, x, (), do, dfinal, known)
-    # Copies with padding can be made of any layout.
-    given = (with_contiguous_vectors(x), do, dfinal) if pads(p) else (as_taken(x), described(do), plain_state(dfinal))
-    if not all(map(is_, given, (x, do, dfinal))):
-        d = backward(p, given[0], saved, *given[1:], known)
-        return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
-    made = scalar_backward.run_backward(p, x, saved, do, dfinal, known, _length(padded(p), chip_of(p.device)), name)
-    return gradients_of(x, made)
+    else:
+        after, choose = (outer, Kept(*saved)), scalar_backward.choose_backward
+        made = run(scalar_backward.plan_backward, p, x, after=after, choose=choose, known=known)
+    d = gradients_of(x, (*made, None))
+    return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous. The pools are written in place. `decode` runs short sequences beside the others."""
     if p.N * p.T == 0:  # there is nothing to scan: at most states are copied or zeros written
         return triton.prefill(p, x, s, around, known)
+    if known is not None:
+        known.again = prefill
     check_states(p.op)
-    if p.gate.kind == "channel":
-        return channel_prefill.prefill(p, x, s, around, known)
-    o = output_of(p, s)
-    w, convolved = new_listed_scan(p, chip_of(p.device)), new_convolved(p)
-
-    def kernels(c: Call) -> None:
-        slots, nearby = opened(c)
-        rule = run_before(c, slots, nearby, convolved)
-        if p.pools.checkpoint_offsets:
-            run_scan_to_offset(rule, slots, before=True)
-        run_listed_scan(rule, o, w, slots, slots.state_pool)
-        if not p.batch_invariant:
-            run_decode(rule, slots, o)
-        if p.pools.checkpoint_offsets:
-            run_scan_to_offset(rule, slots, before=False)
-        run_after(c, slots, nearby, o)
-
-    with on(p.device):
-        given = x if p.pools.taps else x._replace(q=described(x.q), k=described(x.k), v=described(x.v))
-        call = make_call(p, with_contiguous_vectors(given), PREFILL, *s._replace(out=None), *around, known=known)
-        run(call, kernels, o, spare=(*w.memory, *convolved))
-    remember_served(call, x, known, PREFILL)
-    return o
+    return run(_plan_of_prompts(p), p, x, s, around, choose=by_sizes, known=known)[0]
 
 
-def _for_backward(p: Problem) -> Workspace | None:
-    """The workspace of what the forward pass saves. It is None if ``triton`` runs the backward pass. That pass computes
-    everything again, since it keeps A in another form."""
-    if p.gate.kind == "channel":
-        return for_backward(p)
-    return None if scalar_backward.unsupported(p) else scalar_backward.for_backward(p)
+def _plan_of_prompts(p: Problem) -> Planner:
+    return channel_prefill.plan_prefill if p.gate.kind == "channel" else plan_prefill
 
 
-def _goes_back(p: Problem) -> bool:
-    """Whether the backward pass is by hand."""
-    return p.needs_grad and scalar_backward.unsupported(p) is None
+def plans(p: Problem, x: Inputs, *on_pool: tuple) -> dict[str, Plan]:
+    """The plans of a call, by name. Only layouts of tensors matter."""
+    if p.N * p.T == 0:
+        return triton.plans(p, x, *on_pool) if on_pool else {}
+    if p.gate.kind != "channel" and p.V != p.K and not pads(p) and not on_pool:
+        p, x = as_heads(
+            p,
+            x._make(
+                [
+                    None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+                    for t in x
+                ]
+            ),
+        )
+    chip, (x, *on_pool) = chip_of(p.device), map(layouts_of, (x, *on_pool))
+    if on_pool:
+        return {"prefill": _plan_of_prompts(p)(p, chip, x, *on_pool)}
+    own = channel if p.gate.kind == "channel" else scalar
+    found = {"forward": own.plan_forward(p, chip, x, choice=own.choose_forward(p, chip))}
+    if p.gate.kind == "channel" and p.needs_grad:
+        found["backward"] = channel.plan_usual_backward(p, chip, x, plan_back(p, chip))
+    elif scalar_backward.goes_back(p):
+        choice = scalar_backward.choose_backward(p, chip)
+        found["backward"] = scalar_backward.plan_usual_backward(p, chip, x, choice)
+    elif p.needs_grad:
+        found["backward"] = triton.plan_usual_backward(p, chip, x, choice=plan_back(p, chip))
+    return found
 
 
-def _length(p: Problem, chip: Chip) -> int | None:
-    """Tokens of a segment, in both passes if the backward pass is by hand. None if sequences are not split."""
-    return split_length(p, chip.processors, back=_goes_back(p))
-
-
-def _new_scan(p: Problem, length: int | None, A: Tensor | None, maps: Tensor | None) -> SegmentedScan | None:
-    """What a scan of segments, or of sequences with wide heads, needs. None if the loop does everything."""
-    return None if length is None and p.K != WHOLE else new_segmented_scan(p, length, A, maps)
-
-
-def _handed(segmented: SegmentedScan | None, tape: Tape | None, *, planned: bool, saved: bool) -> tuple[Tensor, ...]:
-    """The memory that only kernels of a forward call use, except rates. ``planned``: maps are kept for the backward
-    pass, so they are left out. ``saved``: A is kept, too."""
-    if segmented is None:
-        return () if tape is None else tape.memory
-    return (segmented.B, *(() if planned else segmented[3:]), *(() if saved else (segmented.A,)))
-
-
-def workspace_bytes(p: Problem, x: Inputs) -> int:
-    """How many bytes ``prefill`` allocates besides its output. Only the layout of ``x`` matters."""
-    if p.gate.kind == "channel":
-        return channel_prefill.workspace_bytes(p, x)
-    own = new_listed_scan(p._replace(device=torch.device("meta")), chip_of(p.device)).memory
-    copied = () if p.pools.taps else (t for t in x[:3] if not describable(t))
-    return sum(t.nbytes for t in (*own, *copied)) + convolved_bytes(p)
+def workspace_bytes(p: Problem, x: Inputs, s: Slots, around: Around) -> int:
+    """The bytes that ``prefill`` allocates besides its output."""
+    return _plan_of_prompts(p)(p, chip_of(p.device), *map(layouts_of, (x, s, around))).workspace_bytes
 
 
 def remark(p: Problem) -> str | None:
@@ -374,8 +229,8 @@ def remark(p: Problem) -> str | None:
         said.append(f"it scans every head's {p.V} values as {p.V // p.K} heads of {p.K}")
     scanned = wide._replace(HV=wide.HV * wide.V // wide.K, V=wide.K, needs_grad=p.needs_grad and wide.V == wide.K)
     chip = chip_of(p.device)
-    length = _length(scanned, chip)
-    if p.pools is not None or lists(scanned):
+    length = segment_length(scanned, chip)
+    if p.pools is not None or lists(scanned, chip):
         cut = cut_prompts(scanned, chip.processors)
         if cut is not None and (p.pools is not None or C * cut.shortest <= p.T):
             long = f"{'sequences' if p.pools is None else 'prompts'} of {C * cut.shortest} tokens or more"

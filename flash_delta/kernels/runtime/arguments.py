@@ -1,22 +1,17 @@
 """The arguments that launchers give to kernels: constants, widths of tiles, strides."""
 
-from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Chip, Tile, next_power_of_2, overlaps, precision
-from flash_delta.kernels.runtime.launch import launch
-from flash_delta.kernels.runtime.plan import EVERY, Draft, Layout, Making, Step, offset_of
+from flash_delta.kernels.runtime.plan import EVERY, Draft, Layout, Making, Step
 from flash_delta.problem import SHORT, Inputs, Problem, Slots
 
 LONG = 2**30  # in tokens, more than any sequence has
-NO_TILE = Tile(4, 1)  # for hand-written kernels, which take no number from a tile
 
 
 def draft_of(p: Problem, chip: Chip, x: Inputs, choice: Any = None, made: Making | None = None) -> Draft:
@@ -27,8 +22,13 @@ def draft_of(p: Problem, chip: Chip, x: Inputs, choice: Any = None, made: Making
     return Draft(p, x, chip, choice is EVERY, _of_problem(p, chip, x), made, [])
 
 
+def draft_as(c: Draft, p: Problem, x: Inputs) -> Draft:
+    """Returns the draft for launches of another problem. ``x`` has contiguous vectors, as in ``c``."""
+    return c._replace(p=p, x=x, constants=_of_problem(p, c.chip, x))
+
+
 def launch_rule(
-    c: AnyCall,
+    c: Draft,
     kernel: Any,
     pointers: tuple[Any, ...],
     grid: tuple[int, int, int],
@@ -38,10 +38,18 @@ def launch_rule(
     contracts: bool = True,
     **own: Any,
 ) -> None:
-    """Launches a kernel with the problem's constants that it has parameters for. ``own``: constants of this launch."""
+    """Plans a launch with the problem's constants that the kernel has parameters for. ``own``: constants of this
+    launch."""
     arguments = *pointers, *scalars
-    used = constants_of(c, kernel, arguments, t, **own)
-    launch(c, Step(kernel, grid, t, arguments, used, follows and overlaps(c.p, c.chip), contracts))
+    constants, used = c.constants, {}
+    for name in kernel.arg_names[len(arguments) :]:
+        if name in own:
+            used[name] = own[name]
+        elif name in constants:
+            used[name] = constants[name]
+        elif name == "BV":
+            used[name] = columns(c.p, t)
+    c.steps.append(Step(kernel, grid, t, arguments, used, follows and constants["OVERLAP"], contracts))
 
 
 def state_unit(p: Problem) -> float:
@@ -50,26 +58,6 @@ def state_unit(p: Problem) -> float:
     float16, in which quotients may be too large, and for unusual scales."""
     usual = p.dtype != torch.float16 and 2.0**-20 < abs(p.scale) < 2.0**20
     return abs(p.scale) if usual else 1.0
-
-
-_constants: dict[tuple, dict[str, Any]] = {}  # it grows to the number of compiled kernels
-
-
-def constants_of(c: AnyCall, kernel: Any, values: Sequence[Any], t: Tile = NO_TILE, **own: Any) -> dict[str, Any]:
-    """The constants of a kernel, by name: its parameters after those that take ``values``. ``own`` come from the
-    launcher, the others from the problem and the tile ``t``."""
-    if isinstance(c, Draft):
-        return _used(kernel, values, c.constants | {"BV": columns(c.p, t)} | own)
-    given = id(kernel), c.shape.key, c.chip, t, *own.values()
-    if given not in _constants:
-        known = _of_problem(c.p, c.chip, c.x) | {"BV": columns(c.p, t)} | own
-        _constants[given] = _used(kernel, values, known)
-    return _constants[given]
-
-
-def _used(kernel: Any, values: Sequence[Any], known: dict[str, Any]) -> dict[str, Any]:
-    """The constants that the kernel has parameters for, after those that take ``values``."""
-    return {name: known[name] for name in kernel.arg_names[len(values) :] if name in known}
 
 
 def _of_problem(p: Problem, chip: Chip, x: Inputs) -> dict[str, Any]:
@@ -102,7 +90,7 @@ def block(width: int) -> int:
 UNITS = {unit: tl.constexpr(unit) for unit in (1, 2, 4, 8, 16)}
 
 
-def strides(t: Tensor | Layout) -> tuple[Any, ...]:
+def strides(t: Layout) -> tuple[Any, ...]:
     """Strides of (batch, token, head, channel), and the `unit` of the first three.
 
     The unit decides how wide loads are. With usual heads it is 16 for every T. It causes no more compilations than
@@ -111,24 +99,24 @@ def strides(t: Tensor | Layout) -> tuple[Any, ...]:
     return *t.stride(), UNITS[unit(t)]
 
 
-def unit(t: Tensor | Layout) -> int:
+def unit(t: Layout) -> int:
     """The largest power of 2, up to 16, that divides the strides of batch, token and head. It is 1 if channels have
     gaps, or if the address is no multiple of 16 bytes."""
     *rows, channel = t.stride()
-    return gcd(*rows, 16) if channel == 1 and offset_of(t) == 0 else 1
+    return gcd(*rows, 16) if channel == 1 and t.offset == 0 else 1
 
 
-def batch(t: Tensor | Layout | None) -> int:
+def batch(t: Layout | None) -> int:
     """The batch stride of g or beta. Kernels are not specialised for it: it depends on T, and no length may compile."""
     return 0 if t is None else t.stride(0)
 
 
-def tokens(t: Tensor | Layout | None) -> tuple[int, ...]:
+def tokens(t: Layout | None) -> tuple[int, ...]:
     """The other strides of g or beta: (token, head)."""
     return (0, 0) if t is None else t.stride()[1:]
 
 
-def states(p: Problem, t: Tensor | Layout | None) -> tuple[int, ...]:
+def states(p: Problem, t: Layout | None) -> tuple[int, ...]:
     """Strides of (sequence, head, key, value) in either layout, also of a pool with an axis of tokens."""
     if t is None:
         return 0, 0, 0, 0
@@ -137,7 +125,7 @@ def states(p: Problem, t: Tensor | Layout | None) -> tuple[int, ...]:
     return sequence, head, *(reversed(matrix) if p.state_v_first else matrix)
 
 
-def table(t: Tensor | Layout | None) -> tuple[int, int]:
+def table(t: Layout | None) -> tuple[int, int]:
     """Strides of (row, column) of indices. Without columns all tokens have the same index."""
     return (0, 0) if t is None else (*t.stride(), 0)[:2]
 
@@ -149,16 +137,16 @@ def count_checkpoints(s: Slots) -> int:
     return s.checkpoint_indices.shape[1] if s.checkpoint_offsets is None else 1
 
 
-def checkpoint_table(indices: Tensor | Layout | None, offsets: Tensor | Layout | None) -> tuple[int, int]:
+def checkpoint_table(indices: Layout | None, offsets: Layout | None) -> tuple[int, int]:
     """Strides of (row, column) of a call's checkpoints. With offsets there is only one column. The second stride is
     then that of the offsets, so kernels need no further parameter."""
     return table(indices) if offsets is None else (indices.stride(0), offsets.stride(0))
 
 
-def fits_tma(p: Problem, *tensors: Tensor | Layout) -> bool:
+def fits_tma(p: Problem, *tensors: Layout) -> bool:
     """Whether descriptors can describe the heads of these tensors, and of the output, which has no gaps."""
     described = (
-        t.dtype.itemsize == 2 and t.stride(3) == 1 and not any(s % 8 for s in t.stride()[:3]) and offset_of(t) == 0
+        t.dtype.itemsize == 2 and t.stride(3) == 1 and not any(s % 8 for s in t.stride()[:3]) and t.offset == 0
         for t in tensors
     )
     return p.K % 8 == 0 and p.V % 8 == 0 and all(described)

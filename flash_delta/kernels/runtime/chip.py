@@ -19,6 +19,10 @@ class Tile(NamedTuple):
     tma: bool = False  # the copy engine moves whole tiles, if the tensors allow it (arguments.fits_tma)
     registers: int | None = None  # the most registers per thread
 
+    def __str__(self) -> str:
+        columns = f", {self.BV} columns" if self.BV else ""
+        return f"{self.warps} warps, {self.stages} stages{columns}{', by the copy engine' if self.tma else ''}"
+
 
 class Chip(NamedTuple):
     target: str  # "sm_90", "gfx942"; "interpreter" on the CPU

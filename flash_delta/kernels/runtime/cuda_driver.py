@@ -12,20 +12,26 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from flash_delta.kernels.runtime import fastcall
+from flash_delta.kernels.runtime.plan import Descriptor
 
 LETTERS = {  # letters of `struct`, by Triton's names of types
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "fp64": "d", "constexpr": "x",
 }  # fmt: skip
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread that has not used CUDA yet has none
+
+
+_thread = local()
 
 
 class Kernel(NamedTuple):
@@ -45,12 +51,7 @@ class BoundStep(NamedTuple):
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    values: tuple[Any, ...]  # of its parameters; pointers are tensors of the call, or addresses inside of workspaces
-
-
-def make_step(compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...]) -> BoundStep:
-    """``values``: one for each parameter of the kernel. For a descriptor it is the result of `describe`."""
-    return BoundStep(kernel_of(compiled), grid, values)
+    values: tuple[Any, ...]  # of its parameters; a pointer is (number of a tensor of the call, offset in bytes)
 
 
 @lru_cache(None)
@@ -87,53 +88,46 @@ def load(compiled: Any) -> int:
     return function
 
 
-def describe(
-    base: Tensor, shape: Sequence[int], strides: Sequence[int], swizzle: int, element: tuple[int, int],
-    box: Sequence[int],
-) -> tuple[Any, ...]:  # fmt: skip
-    """A descriptor as kernels take it: (the driver's descriptor in an object of Triton's, its tensor), sizes, strides.
-    ``element``: the bytes of an element, and the driver's number of its type."""
+def describe(d: Descriptor, meta: dict[str, Any], place: tuple[int, int], address: int) -> tuple[Any, ...]:
+    """A descriptor as kernels take it: (the driver's descriptor in an object of Triton's, its place, its address),
+    sizes, strides. The driver refuses address 0, so it gets ``address`` until the launch (build.c). ``meta``: what the
+    compiled kernel says about it."""
     utils = driver.active.utils
     fill = utils.fill_tma_descriptor_tiled if hasattr(utils, "fill_tma_descriptor_tiled") else utils.fill_tma_descriptor
-    return (fill(base.data_ptr(), swizzle, *element, box, shape, strides, 0), base), *shape, *strides
+    element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    made = fill(address, meta["swizzle"], *element, meta["block_size"], d.shape, d.strides, 0)
+    return (made, place, address), *d.shape, *d.strides
 
 
 class Replay:
     """Repeats a call's launches.
 
-    ``tensors``: all tensors of the call, or None for each if steps say their numbers (fastcall/build.c). The last of
-    them may be spare, which means that only the call's kernels use them. ``spare``: how much memory these take, and
-    their places in it. Scratch memory is one more spare tensor. All launches share it, since a launch's scratch memory
-    is free when the next one is launched (chunk.follow).
+    ``tensors``: how many the call has. The last of them may be spare, which means that only the call's kernels use
+    them. ``spare``: how much memory these take, and their places in it. Scratch memory is one more spare tensor. All
+    launches share it, since a launch's scratch memory is free when the next one is launched (chunk.follow).
 
     There may be one such object for each length, so it holds few objects that Python's garbage collector visits. The
     driver reads launches from bytes (`frames`). It reads them only during the launch, so afterwards they can be written
     again or freed.
     """
 
-    __slots__ = ("frames", "has_places", "names", "scratch", "size", "start", "stream_of", "template")
+    __slots__ = ("frames", "has_places", "names", "size", "start", "stream_of", "template")
 
-    def __init__(
-        self, steps: Sequence[BoundStep], tensors: tuple[Any, ...], spare: tuple[int, tuple[int, ...]] = (0, ())
-    ):
-        self.scratch = max((prod(step.grid) * step.kernel.scratch for step in steps), default=0)
+    def __init__(self, steps: Sequence[BoundStep], tensors: int, spare: tuple[int, tuple[int, ...]] = (0, ())):
+        scratch = max((prod(step.grid) * step.kernel.scratch for step in steps), default=0)
         size, places = spare
-        if self.scratch:
+        if scratch:
             places = *places, size
-        self.size, self.has_places = size + self.scratch, bool(places)
+        self.size, self.has_places = size + scratch, bool(places)
         self.names = tuple(step.kernel.name for step in steps)
         c = fastcall.load()
         self.start, self.stream_of = c.launch, driver.active.get_current_stream
-        self.template = c.frame(*_driven(library()), tuple(steps), tensors, places, self.scratch > 0)
+        self.template = c.frame(*_driven(library()), tuple(steps), tensors, places, scratch > 0)
         self.frames = [self.template]  # frames that no thread uses; while one thread launches, others may run
 
-    def launch(self, device: torch.device, *groups: tuple[Tensor | None, ...], own: bool = False) -> None:
-        """``groups``: all tensors of the call. Spare tensors are among them only with ``own``."""
-        memory = None
-        if own and self.scratch:
-            groups += ((torch.empty(self.scratch, dtype=torch.uint8, device=device),),)
-        elif self.has_places and not own:
-            memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+    def launch(self, device: torch.device, *groups: tuple[Tensor | None, ...]) -> None:
+        """``groups``: all tensors of the call but the spare ones."""
+        memory = torch.empty(self.size, dtype=torch.uint8, device=device) if self.has_places else None
         try:
             frame = self.frames.pop()
         except IndexError:
@@ -169,10 +163,12 @@ def library() -> ctypes.CDLL:
 def ensure_context(device: torch.device) -> None:
     """Makes sure that the thread has a context. A thread that has not used CUDA yet has none, but loading a kernel or
     describing a tensor needs one."""
-    context = ctypes.c_void_p()
-    _check(library().cuCtxGetCurrent(ctypes.byref(context)), "find the thread's context")
-    if not context:
-        make_current(device)
+    if not hasattr(_thread, "has_context"):
+        context = ctypes.c_void_p()
+        _check(library().cuCtxGetCurrent(ctypes.byref(context)), "find the thread's context")
+        if not context:
+            make_current(device)
+        _thread.has_context = True
 
 
 def make_current(device: torch.device) -> None:

@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton import knobs
 
-from flash_delta.kernels.runtime.compile_key import Key, TensorLayout
 from flash_delta.kernels.runtime.plan import Layout
 from flash_delta.problem import PACKAGE, Compiled, ElementwiseProblem, GateProblem, Pools, Problem, marked
 
@@ -36,36 +34,6 @@ def _refuse(*, fn: Any, **call: Any) -> Any:
     return None if _other is None else _other(fn=fn, **call)
 
 
-def difference(new: Key, known: Iterable[Key], tensors: dict[str, Tensor | None]) -> str:
-    """What distinguishes a call from the most similar ``known`` one."""
-    unlike = [list(_unlike(new, key, tensors)) for key in known if key[0].kind == new[0].kind]
-    return ", ".join(min(unlike, key=len)) if unlike else "nothing of its kind was compiled before"
-
-
-def _unlike(new: Key, old: Key, tensors: dict[str, Tensor | None]) -> Iterator[str]:
-    for name, a, b in zip(new[0]._fields, new[0], old[0], strict=True):
-        if a != b:
-            yield f"{name} is {a}, compiled was {b}"
-    for (name, t), a, b in zip(tensors.items(), new[1], old[1], strict=True):
-        yield from _unlike_tensors(name, a, b, t)
-
-
-def _unlike_tensors(
-    name: str, a: TensorLayout | None, b: TensorLayout | None, t: Tensor | Layout | None
-) -> Iterator[str]:  # fmt: skip
-    """What distinguishes two tensors, in what kernels are compiled for. ``t``: the first one."""
-    if a is None or b is None:
-        if a is not b:
-            yield f"{name} is {'None' if a is None else 'given'}"
-        return
-    if a.dtype != b.dtype:
-        yield f"{name} is {a.dtype}, compiled was {b.dtype}"
-    if a.aligned != b.aligned:
-        yield f"{name} starts at {'a' if a.aligned else 'no'} multiple of 16 bytes"
-    if a.strides != b.strides:
-        yield f"{name} has strides {list(t.stride())}, for which other code is compiled"
-
-
 class PlannedCall(NamedTuple):
     """A call as planners see it."""
 
@@ -91,6 +59,8 @@ def _facts(p: Problem | ElementwiseProblem) -> dict[str, Any]:
         found |= {"gate": p.gate.kind, "raw_gate": p.gate.raw, "bounded": p.gate.bound is not None}
     if isinstance(p, Problem) and p.pools is not None:
         found |= {name: getattr(p.pools, name) for name in marked(Pools, Compiled)}
+    if isinstance(p, Problem):
+        found |= {"reflects": p.most_beta > 1, "needs_grad": p.needs_grad, "disable_recompute": p.disable_recompute}
     return found
 
 
@@ -100,7 +70,7 @@ def _unlike_calls(new: PlannedCall, old: PlannedCall) -> Iterator[str]:
         if value != before.get(name):
             yield f"{name} is {value}, compiled was {before.get(name)}"
     for name, a, b in _pairs(new, old):
-        yield from _unlike_tensors(name, _compiled_for(a), _compiled_for(b), a)
+        yield from _unlike_tensors(name, a, b)
 
 
 def _unlike_sizes(new: PlannedCall, old: PlannedCall) -> Iterator[str]:
@@ -115,8 +85,20 @@ def _pairs(new: PlannedCall, old: PlannedCall) -> Iterator[tuple[str, Layout | N
         yield from zip(group._fields, group, before, strict=True)
 
 
-def _compiled_for(t: Layout | None) -> TensorLayout | None:
+def _unlike_tensors(name: str, a: Layout | None, b: Layout | None) -> Iterator[str]:
+    """What distinguishes two tensors, in what kernels are compiled for."""
+    if a is None or b is None:
+        if a is not b:
+            yield f"{name} is {'None' if a is None else 'given'}"
+        return
+    if a.dtype != b.dtype:
+        yield f"{name} is {a.dtype}, compiled was {b.dtype}"
+    if (a.offset == 0) != (b.offset == 0):
+        yield f"{name} starts at {'a' if a.offset == 0 else 'no'} multiple of 16 bytes"
+    if _kinds(a.strides) != _kinds(b.strides):
+        yield f"{name} has strides {list(a.strides)}, for which other code is compiled"
+
+
+def _kinds(strides: tuple[int, ...]) -> list[tuple[bool, bool, bool]]:
     """What Triton compiles for."""
-    if t is None:
-        return None
-    return TensorLayout(t.dtype, t.offset == 0, tuple([(s % 16 == 0, s == 1, s < 2**31) for s in t.strides]))
+    return [(stride % 16 == 0, stride == 1, stride < 2**31) for stride in strides]

@@ -4,7 +4,7 @@ A layout has the name of its tensor: one that the caller gives, or one that the 
 tensor whether two tensors of a call are one object or not, and wherever they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -35,6 +35,9 @@ class Layout:
     def stride(self, axis: int | None = None) -> Any:
         return self.strides if axis is None else self.strides[axis]
 
+    def numel(self) -> int:
+        return prod(self.shape)
+
     def dim(self) -> int:
         return len(self.shape)
 
@@ -57,8 +60,19 @@ class Memory(Layout):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in an allocation."""
-        return -(-prod(self.shape) * self.dtype.itemsize // 256) * 256
+        """The bytes that it takes. What is filled is an allocation of its own, other memory is side by side in one."""
+        exact = prod(self.shape) * self.dtype.itemsize
+        return exact if self.filled is not None else -(-exact // 256) * 256
+
+
+class Descriptor(NamedTuple):
+    """An argument for the copy engine: a tensor, and the tiles that it moves (hopper/plans/boxes.py)."""
+
+    tensor: Layout
+    shape: tuple[int, ...]  # as the copy engine counts
+    strides: tuple[int, ...]
+    box: tuple[int, ...]  # the shape of a tile
+    layout: Any  # of a tile in shared memory
 
 
 class Step(NamedTuple):
@@ -67,7 +81,7 @@ class Step(NamedTuple):
     kernel: Any
     grid: tuple[int, int, int]
     tile: Tile
-    arguments: tuple[Any, ...]  # the parameters before the constants: layouts, numbers, None, tuples of these
+    arguments: tuple[Any, ...]  # the parameters before the constants: layouts, descriptors, numbers, None, tuples
     constants: dict[str, Any]
     follows: bool = False  # the kernel before it is of the same call and may still run (chunk.follow)
     contracts: bool = True  # the compiler may fuse a product and a sum, with one rounding
@@ -80,6 +94,10 @@ class Plan(NamedTuple):
     memory: tuple[Memory, ...]
     results: tuple[Layout | None, ...]  # what `run` returns: memory or given tensors; None stays None
 
+    def __str__(self) -> str:
+        steps = [step for step in self.steps if 0 not in step.grid]
+        return "\n".join([f"{s.kernel.__name__}, grid {' x '.join(map(str, s.grid))}, {s.tile}" for s in steps])
+
     @property
     def workspace_bytes(self) -> int:
         """The bytes that are made besides results."""
@@ -89,27 +107,15 @@ class Plan(NamedTuple):
 
 def layout_of(t: Tensor | Layout | None, name: str = "") -> Layout | None:
     """The layout of a tensor, or a layout under another name."""
-    return None if t is None else Layout(t.shape, t.stride(), t.dtype, offset_of(t), name)
+    if t is None:
+        return None
+    offset = t.offset if isinstance(t, Layout) else t.data_ptr() % 16
+    return Layout(t.shape, t.stride(), t.dtype, offset, name)
 
 
 def layouts_of(group: Any) -> Any:
     """The layouts of a named tuple of tensors. Its fields are their names."""
     return group._make([layout_of(t, name) for t, name in zip(group, group._fields, strict=True)])
-
-
-def offset_of(t: Tensor | Layout) -> int:
-    """How far the address is from a multiple of 16 bytes."""
-    return t.offset if isinstance(t, Layout) else t.data_ptr() % 16
-
-
-def resolved(arguments: tuple[Any, ...], tensor: Callable[[Layout], Any]) -> tuple[Any, ...]:
-    """The arguments with a ``tensor`` for each layout."""
-    return tuple([
-        tensor(a) if isinstance(a, Layout) else resolved(a, tensor) if type(a) is tuple else a for a in arguments
-    ])  # fmt: skip
-
-
-Operand = Tensor | Layout  # what a launcher takes: in a plan a layout
 
 
 class Making(list[Memory]):
@@ -139,6 +145,11 @@ class Making(list[Memory]):
             return self.without_gaps(t), contiguous(t.shape)[-axes - 1 :]
         return t, (row, *t.strides[-axes:])
 
+    def plain_states(self, t: Layout | None) -> Layout | None:
+        """The states in float32 and without gaps."""
+        plain = t is None or (t.dtype == torch.float32 and t.whole)
+        return t if plain else self.new(f"{t.name} without gaps", t.shape, torch.float32, filled=t)
+
 
 class Draft(NamedTuple):
     """A plan of the rule while it is made. Launchers append steps to it."""
@@ -152,12 +163,17 @@ class Draft(NamedTuple):
     steps: list[Step]
 
     @property
-    def keys(self) -> Any:
+    def keys(self) -> Layout:
         """The keys that erase."""
         return self.x.k if self.x.p is None else self.x.p
 
     def plan(self, *results: Layout | None) -> Plan:
         return Plan(tuple(self.steps), tuple(self.made), results)
+
+
+def part_of(buffer: Layout, start: int, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """A contiguous tensor in a buffer, from byte ``start`` on."""
+    return Layout(tuple(shape), contiguous(shape), dtype, buffer.offset, buffer.name, start)
 
 
 def has_unit_stride(t: Layout) -> bool:

@@ -1,7 +1,7 @@
 """The facts about a launch for a profiler: the kernel's sizes, operations and bytes.
 
 Triton asks for them if a hook watches launches, as Proton's hook does. Then known calls also go through Triton's
-launcher (`calls.profiled`). Without such a hook nothing here runs.
+launcher (`launch.profiled`). Without such a hook nothing here runs.
 """
 
 from collections.abc import Callable

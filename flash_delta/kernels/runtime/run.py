@@ -14,19 +14,31 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.runtime import fastcall
-from flash_delta.kernels.runtime.calls import is_direct, keep, on, profiled
 from flash_delta.kernels.runtime.chip import Chip, chip_of
-from flash_delta.kernels.runtime.cuda_driver import BoundStep, Replay, ensure_context, kernel_of
+from flash_delta.kernels.runtime.cuda_driver import BoundStep, Replay, describe, ensure_context, kernel_of
 from flash_delta.kernels.runtime.forbid import PlannedCall, Refused, difference_of
-from flash_delta.kernels.runtime.launch import compile_all, compiling, launch_by_triton, options_of, several_devices
-from flash_delta.kernels.runtime.plan import EVERY, Layout, Memory, Plan, Step, layouts_of, resolved
+from flash_delta.kernels.runtime.launch import (
+    compile_all,
+    compiling,
+    is_direct,
+    launch_by_triton,
+    on,
+    options_of,
+    profiled,
+    several_devices,
+)
+from flash_delta.kernels.runtime.plan import EVERY, Descriptor, Layout, Memory, Plan, Step, layouts_of
 from flash_delta.problem import ElementwiseProblem, KnownCall, Problem
 
 LIMIT = 2**31  # of numbers of 32 bits
-KINDS = Layout, Memory, tl.constexpr  # of arguments, for C
+ALIGNED = 256  # bytes
+MOST = 64  # launches that a known call keeps: one for each choice and each layout of a gradient
+KINDS = Layout, Memory, tl.constexpr, Descriptor  # of arguments, for C
 Planner = Callable[..., Plan]
+Later = Callable[..., Plan | None]
 Choose = Callable[[Problem, Chip], Any]  # it answers with something small and hashable
 Group = tuple[Tensor | None, ...]  # a named tuple
 Results = tuple[Tensor | None, ...]
@@ -41,13 +53,13 @@ def by_sizes(p: Problem, chip: Chip) -> None:
 
 def run(
     plan: Planner, p: Problem | ElementwiseProblem, *groups: Group, after: tuple[Group, ...] = (),
-    choose: Choose | None = None, known: KnownCall | None = None,
+    choose: Choose | None = None, known: KnownCall | None = None, later: Later | None = None,
 ) -> Results:  # fmt: skip
     """Launches what ``plan`` plans for a call, and returns the plan's results. ``groups``: the tensors of the call that
     ``known`` stands for. ``after``: in a backward pass, gradients and where to write gradients, whose layouts the known
     call does not say. Even those of inputs may be others there, since hooks may have moved them
     (`torch.autograd.graph.saved_tensors_hooks`). ``choose``: what decides by sizes and lengths; ``plan`` takes its
-    answer as ``choice``."""
+    answer as ``choice``. ``later``: plans what else to compile together with this call, from the same layouts."""
     name: Any = plan if choose is None or choose is by_sizes else (plan, p.lengths)
     key = None
     if after:
@@ -57,7 +69,7 @@ def run(
     launch = None if known is None else known.launches.get(name)
     if launch is None or profiled():
         with on(p.device):
-            return run_new(plan, p, groups, choose, known, name, key)
+            return run_new(plan, p, groups, choose, known, name, key, later)
     if several_devices() and p.device.index != torch.cuda.current_device():
         with torch.cuda.device(p.device):
             return launch(p.device, groups)
@@ -66,14 +78,14 @@ def run(
 
 def run_new(
     plan: Planner, p: Problem | ElementwiseProblem, groups: tuple[Group, ...], choose: Choose | None,
-    known: KnownCall | None, name: Any, key: tuple | None,
+    known: KnownCall | None, name: Any, key: tuple | None, later: Later | None,
 ) -> Results:  # fmt: skip
     """``name``: the call's, among the launches of the known call. ``key``: its part that says layouts. With other
     lengths the choice may be the same, and then so are the launches."""
     chip, chosen, by_choice = chip_of(p.device), {}, name
     if choose not in (None, by_sizes):
         choice = choose(p, chip)
-        chosen, by_choice = {"choice": choice}, (choice, plan, key)
+        chosen, by_choice = {"choice": choice}, (choice, plan, key) if p.packed else name
         launch = None if known is None or profiled() else known.launches.get(by_choice)
         if launch is not None:
             keep(known, name, launch)
@@ -87,9 +99,12 @@ def run_new(
     device = p.device.index  # a kernel is loaded for one device
     names = [(device, *name_of(step)) for step in planned.steps]
     if not all(map(compiled.__contains__, names)):
-        of_all_sizes = planned if choose is None else plan(p, chip, *layouts, choice=EVERY)
+        wanted = [planned if choose is None else plan(p, chip, *layouts, choice=EVERY)]
+        more = None if later is None else later(p, chip, *layouts)
+        if more is not None:
+            wanted.append(more)
         with compiling, _explained(call):
-            if _compile(of_all_sizes, device, dict(zip(given, chain.from_iterable(groups), strict=True))):
+            if _compile(wanted, device, dict(zip(given, chain.from_iterable(groups), strict=True))):
                 calls_that_compiled.append(call)
     if is_direct(p.device):
         ensure_context(p.device)
@@ -101,6 +116,15 @@ def run_new(
     return launch(p.device, groups)
 
 
+def keep(known: KnownCall | None, name: Any, launches: Any) -> None:
+    """Puts launches into ``known``, as the newest ones."""
+    if known is not None:
+        if len(known.launches) >= MOST:
+            oldest, *_ = known.launches  # in one step, since other threads put launches in, too
+            known.launches.pop(oldest, None)
+        known.launches[name] = launches
+
+
 def given_to(plan: Plan, groups: Iterable[Group]) -> list[str]:
     """The names of the tensors that a caller gives."""
     given = [name for group in groups for name in group._fields]
@@ -110,17 +134,19 @@ def given_to(plan: Plan, groups: Iterable[Group]) -> list[str]:
     return given
 
 
-def _compile(plan: Plan, device: int, given: dict[str, Any]) -> bool:
+def _compile(plans: Iterable[Plan], device: int, given: dict[str, Any]) -> bool:
     """Compiles the steps that are missing, in parallel. False if another thread has done it."""
-    steps = {(device, *name_of(step)): step for step in plan.steps}
-    memory = {m.name: m for m in plan.memory}
+    missing: dict[tuple, partial] = {}
+    for plan in plans:
+        memory = {m.name: m for m in plan.memory}
 
-    def pointer(t: Layout) -> Any:
-        return tensor_of(t, given) if t.name in given else Pointer(t, memory[t.name])
+        def pointer(t: Layout, memory: dict[str, Memory] = memory) -> Any:
+            return Pointer(t, memory[t.name]) if t.name in memory else tensor_of(t, given)
 
-    missing = {name: step for name, step in steps.items() if name not in compiled}
+        steps = {(device, *name_of(step)): step for step in plan.steps}
+        missing |= {name: _compilation(step, pointer) for name, step in steps.items() if name not in compiled}
     if missing:
-        compiled.update(compile_all({name: _compilation(step, pointer) for name, step in missing.items()}))
+        compiled.update(compile_all(missing))
     return bool(missing)
 
 
@@ -145,12 +171,15 @@ class Launched(Replay):
         self.picks = None if picks == tuple(range(*made)) else picks
         *starts, size = accumulate((m.nbytes for m in together), initial=0)
 
+        steps, described, address = [], {}, next(t.data_ptr() for t in groups[0] if t is not None) & -ALIGNED
         places = fastcall.load().places
-        steps = [
-            BoundStep(kernel_of(kernel), step.grid, (*places(step.arguments, words, KINDS), *step.constants.values()))
-            for step, kernel in zip(plan.steps, kernels, strict=True) if 0 not in step.grid
-        ]  # fmt: skip
-        super().__init__(steps, (None,) * len(words), (size, tuple(starts)))
+        for step, kernel in zip(plan.steps, kernels, strict=True):
+            if 0 not in step.grid:
+                values = places(step.arguments, words, KINDS)
+                if kernel.metadata.tensordesc_meta:
+                    values = _described(values, kernel, words, address, described)
+                steps.append(BoundStep(kernel_of(kernel), step.grid, (*values, *step.constants.values())))
+        super().__init__(steps, len(words), (size, tuple(starts)))
 
     def __call__(self, device: torch.device, groups: tuple[Group, ...]) -> Results:
         made = []
@@ -176,6 +205,21 @@ class Launched(Replay):
             return made
         every = *chain.from_iterable(groups), *made
         return tuple([None if pick is None else every[pick] for pick in self.picks])
+
+
+def _described(
+    values: tuple[Any, ...], kernel: Any, words: dict[str, int], address: int, described: dict[int, tuple]
+) -> list[Any]:
+    """The arguments of a step with the driver's descriptors. ``described``: those that steps share, by the identity of
+    their values in the plan. ``address``: any that the driver takes."""
+    metas, found = iter(kernel.metadata.tensordesc_meta), list(values)
+    for number, value in enumerate(values):
+        if type(value) is Descriptor:
+            meta, t = next(metas), value.tensor
+            if id(value) not in described:
+                described[id(value)] = describe(value, meta, (words[t.name], t.start or 0), address)
+            found[number] = described[id(value)]
+    return found
 
 
 def _makers(groups: tuple[Group, ...]) -> dict[torch.dtype, tuple[int, int]]:
@@ -236,9 +280,26 @@ class Pointer:
     def data_ptr(self) -> int:
         return self.layout.offset
 
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
     def ptr_range(self) -> int:
         """The memory's bytes. AMD's compiler has other code for more than 2 GB."""
         return self.memory.nbytes
+
+
+def resolved(arguments: tuple[Any, ...], tensor: Callable[[Layout], Any]) -> tuple[Any, ...]:
+    """The arguments as Triton takes them, with a ``tensor`` for each layout."""
+    found = []
+    for a in arguments:
+        if isinstance(a, Layout):
+            a = tensor(a)
+        elif type(a) is tuple:
+            a = resolved(a, tensor)
+        elif type(a) is Descriptor:
+            a = TensorDescriptor(tensor(a.tensor), list(a.shape), list(a.strides), list(a.box), a.layout)
+        found.append(a)
+    return tuple(found)
 
 
 def _compilation(step: Step, pointer: Callable[[Layout], Any]) -> partial:
@@ -249,7 +310,7 @@ def _compilation(step: Step, pointer: Callable[[Layout], Any]) -> partial:
 def name_of(step: Step) -> tuple:
     """Everything that a step's compiled code depends on, by Triton's own rules."""
     name = [id(step.kernel), step.tile, step.follows, step.contracts, *step.constants.values()]
-    look = _look if fastcall.API is None else fastcall.load().facts
+    look = _look if fastcall.loaded is None else fastcall.loaded.facts  # it is loaded while the first kernels compile
     look(step.arguments, _rules(step.kernel), KINDS, name)
     return tuple(name)
 
@@ -277,6 +338,8 @@ def _look(values: tuple[Any, ...], rules: Iterable[int], kinds: tuple[type, ...]
             seen.append("1" if value == 1 and rule & 1 else narrow + 2 * bool(whole))
         elif isinstance(value, Layout):
             seen.append((value.dtype, bool(rule & 2) and value.offset == 0))
+        elif kind is Descriptor:
+            seen.append((value.tensor.dtype, value.box, id(value.layout)))
         elif kind is tuple:
             seen.append(len(value))
             _look(value, repeat(rule), kinds, seen)

@@ -3,8 +3,7 @@
 The size of a tensor is the number of slots (chunk.py) times the size for one chunk, a multiple of 256 bytes. K' and V'
 are the pitches of K and V, in whole units of 8 numbers. V'' are whole tiles of rows (chunk.py). Columns beyond K and V
 are 0. Rows beyond V hold arbitrary numbers. With usual widths these are K and V. A and L are float16 if inputs have 16
-bits (triton/forward/products.py), and float32 otherwise. Launched kernels take addresses. Views are made only if Triton
-needs tensors: when it compiles, interprets, or is watched by a profiler.
+bits (triton/forward/products.py), and float32 otherwise.
 """
 
 from functools import lru_cache
@@ -12,7 +11,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C, count_slots, pitch, whole_rows
 from flash_delta.kernels.runtime.plan import Layout, Making, Memory, contiguous
@@ -150,31 +148,6 @@ def groups_in(buffer: Layout, p: Problem, *groups: type) -> list[Any]:
             part and Layout((slots, *part.shape), part.strides, part.dtype, *to, slots * part.start) for part in g
         ]) for g in _layout_of(p, groups).groups
     ]  # fmt: skip
-
-
-class Workspace:
-    """Memory for some groups of tensors, such as ``Solved``. ``buffer``: memory that was filled before."""
-
-    def __init__(self, p: Problem, *groups: type, buffer: Tensor | None = None):
-        self.slots, self.layout = count_slots(p), _layout_of(p, groups)
-        size = self.slots * self.layout.bytes
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=p.device) if buffer is None else buffer
-
-    def addresses(self) -> list[Any]:
-        """The groups, with each tensor as an address."""
-        base, slots = self.buffer.data_ptr(), self.slots
-        return [
-            g._make([None if part is None else base + slots * part.start for part in g]) for g in self.layout.groups
-        ]
-
-    def views(self) -> list[Any]:
-        """The groups, with each tensor as a tensor."""
-        return [g._make([None if part is None else self._view(part) for part in g]) for g in self.layout.groups]
-
-    def _view(self, part: Part) -> Tensor:
-        size = self.slots * prod(part.shape) * part.dtype.itemsize
-        piece = self.buffer.narrow(0, self.slots * part.start, size)
-        return piece.view(part.dtype).view(self.slots, *part.shape)
 
 
 def count_bytes(p: Problem, *groups: type) -> int:

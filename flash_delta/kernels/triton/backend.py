@@ -19,15 +19,15 @@ from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
-from flash_delta.kernels.runtime.plan import Making
-from flash_delta.kernels.runtime.run import by_sizes, run
-from flash_delta.kernels.runtime.workspace import Workspace, count_bytes
-from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved, plan_backward
+from flash_delta.kernels.runtime.plan import Making, Plan, layout_of, layouts_of
+from flash_delta.kernels.runtime.run import by_sizes, run, tensor_of
+from flash_delta.kernels.runtime.workspace import count_bytes, groups_in
+from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved, plan_backward, plan_usual_backward
 from flash_delta.kernels.triton.backward.results import gradients_of
-from flash_delta.kernels.triton.forward.plan import HANDED, plan_forward, saved_groups
+from flash_delta.kernels.triton.forward.plan import plan_forward, saved_groups
 from flash_delta.kernels.triton.forward.scan_launches import crowded, scratch_bytes
 from flash_delta.kernels.triton.serving.prefill import plan_prefill
-from flash_delta.kernels.triton.serving.prompts import convolved_bytes, make_convolved, with_convolved
+from flash_delta.kernels.triton.serving.prompts import make_convolved, with_convolved
 from flash_delta.kernels.triton.serving.rows import plan_decode, plan_step
 from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
@@ -92,8 +92,10 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     o, final, saved, states = run(plan_forward, p, x, choose=plan_segments, known=known)
     if p.keep_states:
-        kept = states if states is not None else Workspace(p, *saved_groups(p), buffer=saved).views()[-1].states
-        states = _of_chunks(p, kept)
+        if states is None:
+            *_, residual = groups_in(layout_of(saved, "saved"), p, *saved_groups(p))
+            states = tensor_of(residual.states, {"saved": saved})
+        states = _of_chunks(p, states)
     return Outputs(o, final, () if saved is None else (saved,), states)
 
 
@@ -122,42 +124,46 @@ def backward(
 def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous. The pools are written in place."""
     if known is not None:
-        known.again = _decode_again
+        known.again = decode
     return run(plan_decode, p, x, s, around, choose=by_sizes, known=known)[0]
-
-
-def _decode_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor:
-    return run(plan_decode, known.problem, x, s, around, choose=by_sizes, known=known)[0]
 
 
 def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     """Runs token by token."""
     if known is not None:
-        known.again = _step_again
+        known.again = step
     return Outputs(*run(plan_step, p, x, choose=by_sizes, known=known))
-
-
-def _step_again(known: KnownCall, x: Inputs) -> tuple[Tensor, Tensor]:
-    return run(plan_step, known.problem, x, choose=by_sizes, known=known)
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous. The pools are written in place."""
     if known is not None:
-        known.again = _prefill_again
+        known.again = prefill
     return run(plan_prefill, p, x, s, around, choose=by_sizes, known=known)[0]
 
 
-def _prefill_again(known: KnownCall, x: Inputs, s: Slots, around: Around) -> Tensor:
-    return run(plan_prefill, known.problem, x, s, around, choose=by_sizes, known=known)[0]
+def plans(p: Problem, x: Inputs, *on_pool: tuple) -> dict[str, Plan]:
+    """The plans of a call, by name. Only layouts of tensors matter."""
+    chip, (x, *on_pool) = chip_of(p.device), map(layouts_of, (x, *on_pool))
+    if on_pool:
+        name, plan = ("decode", plan_decode) if p.recurrent else ("prefill", plan_prefill)
+        return {name: plan(p, chip, x, *on_pool)}
+    if p.recurrent and not p.needs_grad:
+        return {"forward": plan_step(p, chip, x)}
+    found = {"forward": plan_forward(p, chip, x, choice=plan_segments(p, chip))}
+    if p.needs_grad:
+        size = count_bytes(p, *saved_groups(p))
+        found["backward"] = plan_usual_backward(p, chip, x, saved_bytes=size, choice=plan_back(p, chip))
+    return found
 
 
-def workspace_bytes(p: Problem, x: Inputs) -> int:
-    """The bytes that ``prefill`` or ``decode`` allocates besides the output. Only the layout of ``x`` matters."""
+def workspace_bytes(p: Problem, x: Inputs, s: Slots, around: Around) -> int:
+    """The bytes that ``prefill`` or ``decode`` allocates besides the output."""
+    chip, groups = chip_of(p.device), tuple(map(layouts_of, (x, s, around)))
     if p.recurrent:
-        return convolved_bytes(p)
-    rule = with_convolved(x, make_convolved(Making(), p))
-    return count_bytes(p, *HANDED) + convolved_bytes(p) + scratch_bytes(p, rule, chip_of(p.device))
+        return plan_decode(p, chip, *groups).workspace_bytes
+    rule = with_convolved(groups[0], make_convolved(Making(), p))
+    return plan_prefill(p, chip, *groups).workspace_bytes + scratch_bytes(p, rule, chip)
 
 
 def _cannot_decode(p: Problem) -> str | None:

@@ -22,7 +22,7 @@ def run(
 ) -> Tensor | Explanation:
     """Returns ``o``. A call is checked once (`look_at`). ``options`` is a dictionary, since an `Options` takes 1 us."""
     if isinstance(backend, Explain):
-        return backend.of(describe(x, s, around, Options(**options)))
+        return backend.of(describe(x, s, around, Options(**options)), x, s, around)
     if is_traced(x.q):
         chosen = cast(Options(**options))
         if torch.compiler.is_compiling():  # the operator checks the rest when it runs
@@ -41,9 +41,7 @@ def _run_known(
     """Looks at a new call, and runs it. ``given``: the backend that is asked for, and the values of ``options``."""
     known = look_at(_look, is_grad_enabled(), given, options, x, s, around)
     if known.again is not None:  # only kernels run, launched as before
-        o = known.again(known, x, s, around)
-        if o is not None:
-            return o
+        return known.again(known.problem, x, s, around, known)
     problem = known.problem
     if problem.lengths is not None and problem.packed:  # a known call does not remember these values
         problem = problem._replace(lengths=read_lengths(problem.op, x, None))

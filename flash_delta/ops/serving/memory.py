@@ -8,7 +8,6 @@ import torch
 from flash_delta.ops._backend import choose_backend, load_backend
 from flash_delta.ops._check.options import refuse
 from flash_delta.ops.serving.warmup import described
-from flash_delta.problem import Inputs
 
 
 def workspace_bytes(op: Callable[..., Any], /, *, device: torch.device | str = "cuda", **arguments: Any) -> int:
@@ -16,13 +15,12 @@ def workspace_bytes(op: Callable[..., Any], /, *, device: torch.device | str = "
 
     Decoding needs memory only with a convolution: it keeps the results q, k and v in float32 until the rule has run.
     Prefill asks torch's allocator for one buffer, in which its kernels pass results to each other, and for the
-    descriptors of the copy engine. With a convolution, prefill also asks for memory for the results q, k and v. If the
-    copy engine cannot describe q, k or v as they are given, prefill asks for memory for copies. When the call returns,
-    all of this memory is free again for the stream of the call.
+    descriptors of the copy engine. With a convolution, the buffer also has the results q, k and v. If the copy engine
+    cannot describe q, k or v as they are given, or if A_log, dt_bias or cu_seqlens have gaps, prefill asks for memory
+    for copies. When the call returns, all of this memory is free again for the stream of the call.
 
     The number is the sum of these requests. The allocator rounds each up to 512 bytes. It may use up to 1 MB more for
-    each, from memory that it has kept. The number does not count the output, ``[B, T, HV, V]`` in q's dtype, nor copies
-    of A_log, dt_bias and cu_seqlens that have gaps.
+    each, from memory that it has kept. The number does not count the output, ``[B, T, HV, V]`` in q's dtype.
 
     Args:
         op: a serving op, such as :func:`flash_delta.prefill_kda`.
@@ -45,10 +43,11 @@ def workspace_bytes(op: Callable[..., Any], /, *, device: torch.device | str = "
         >>> if torch.cuda.is_available():  # 16,384 tokens in up to 64 sequences
         ...     megabytes = workspace_bytes(prefill_kda, **call) / 1e6
     """
-    problem = described("workspace_bytes", op, arguments)
+    found = described("workspace_bytes", op, arguments)
+    problem = found.problem
     place = torch.device(device) if problem.device.type == "meta" else problem.device
     if place.type != "cuda":
         refuse("workspace_bytes", "device", "a GPU", place)
     place = torch.device(place.type, torch.cuda.current_device() if place.index is None else place.index)
-    problem, inputs = problem._replace(device=place), Inputs(**{name: arguments.get(name) for name in Inputs._fields})
-    return load_backend(choose_backend(problem, arguments.get("backend"))).workspace_bytes(problem, inputs)
+    problem = problem._replace(device=place)
+    return load_backend(choose_backend(problem, arguments.get("backend"))).workspace_bytes(problem, *found.groups)

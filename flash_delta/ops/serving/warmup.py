@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.ops._backend import Explain
+from flash_delta.ops._backend import Explain, Explanation
 from flash_delta.ops._check.options import refuse
 from flash_delta.ops.serving.around import Convolution
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
@@ -78,7 +78,7 @@ def warmup(
 @torch.no_grad()
 def compile_call(op: Callable[..., Any], arguments: dict[str, Any], device: torch.device | str = "cuda") -> None:
     """Runs calls like this one, on padding of all lengths for which other code is compiled."""
-    problem = described("warmup", op, arguments)
+    problem = described("warmup", op, arguments).problem
     place = problem.device
     if place.type == "meta":
         place = torch.device(device)
@@ -89,11 +89,11 @@ def compile_call(op: Callable[..., Any], arguments: dict[str, Any], device: torc
 
 
 @torch.no_grad()
-def described(caller: str, op: Callable[..., Any], arguments: dict[str, Any]) -> Problem:
+def described(caller: str, op: Callable[..., Any], arguments: dict[str, Any]) -> Explanation:
     """Checks a call of a serving op, which does not run."""
     if op not in OPS:
         refuse(caller, "op", f"one of {', '.join(o.__name__ for o in OPS)}", getattr(op, "__name__", repr(op)))
-    return op(**arguments | {"backend": Explain(arguments.get("backend"))}).problem
+    return op(**arguments | {"backend": Explain(arguments.get("backend"))})
 
 
 def _sizes(p: Problem, convolution: Convolution | None) -> tuple[tuple[int, int], ...]:

@@ -13,11 +13,10 @@ from flash_delta.kernels.hopper.device.work_items import Listed
 from flash_delta.kernels.hopper.plans.prompt_list import new_prompt_list, run_list_prompts
 from flash_delta.kernels.hopper.plans.tape import new_channel_tape
 from flash_delta.kernels.hopper.plans.tiles import CHANNEL_HALF, CHANNEL_WHOLE, ChannelTile
-from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
-from flash_delta.kernels.runtime.workspace import Prepared, Workspace
+from flash_delta.kernels.runtime.workspace import Prepared, make_groups
 from flash_delta.problem import Inputs, Pools, Problem, Slots
-from workshop.gate.cases.rule import RuleCase, problem_of
+from workshop.gate.cases.rule import Planned, RuleCase, problem_of
 
 
 def serving(
@@ -52,19 +51,17 @@ FORMS = {"whole": CHANNEL_WHOLE, "half": CHANNEL_HALF, "scan": None}
 
 def call_prompts(case: str, t: ChannelTile | None) -> None:
     """``t``: of the loop, or None for `prepare` and the scan."""
-    p, x, slots = PROMPTS[case]()
-    c, o, prompts = (
-        make_call(p, x, ("launches",), *slots)._replace(direct=False),
-        torch.empty_like(x.v),
-        new_prompt_list(p),
-    )
-    tape = new_channel_tape(p, c.chip, p.N)
+    kernels = Planned(*PROMPTS[case]())
+    c, made, p, (slots,) = kernels.c, kernels.made, kernels.p, kernels.more
+    o, prompts, tape = kernels.results().o, new_prompt_list(made, p), new_channel_tape(made, p, c.chip, p.N)
     run_list_prompts(c, o, prompts, tape, slots)
     if t is not None:
-        return run_channel_prompts(c, o, prompts, tape, slots, [PoolLaunch(t, p.N)])
-    (w,), listed = Workspace(p, Prepared).views(), Listed(prompts, 0, p.N)
-    run_prepare(c, w, None, listed=listed)
-    run_scan_prompts(c, w, o, slots, listed, p.N)
+        run_channel_prompts(c, o, prompts, tape, slots, [PoolLaunch(t, p.N)])
+    else:
+        (w,), listed = make_groups(made, p, Prepared), Listed(prompts, 0, p.N)
+        run_prepare(c, w, None, listed=listed)
+        run_scan_prompts(c, w, o, slots, listed, p.N)
+    kernels.launch()
 
 
 def launches() -> Iterator[Launch]:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from flash_delta.compiler import Launch
 from flash_delta.kernels.hopper.channel.backward.gradients import run_chunk_back
@@ -20,32 +19,30 @@ from flash_delta.kernels.hopper.plans.tiles import (
     NARROW,
     SAVING,
     SLIM,
+    WHOLE,
     WIDE,
     LoopTile,
 )
-from flash_delta.kernels.hopper.plans.unplanned import new_gradients
-from flash_delta.kernels.hopper.scalar.backward.run import unsupported
+from flash_delta.kernels.hopper.scalar.backward.plan import goes_back, saved_groups
 from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
 from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.scalar.segments.memory import new_segmented_scan
 from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
-from flash_delta.kernels.runtime.calls import Call, make_call
 from flash_delta.kernels.runtime.workspace import (
     Channels,
     DeepChunks,
-    ForBackward,
     Prepared,
     Residual,
     Solved,
     StateGradients,
-    Trace,
-    Workspace,
+    make_groups,
 )
+from flash_delta.kernels.triton.backward.plan import make_gradients
 from flash_delta.problem import Inputs, Problem
 from workshop.gate.cases import channel_prompts, padding, pools
 from workshop.gate.cases.hopper_back import call_back, call_gates_back
-from workshop.gate.cases.rule import RuleCase, describe, problem_of
+from workshop.gate.cases.rule import Planned, RuleCase, describe, problem_of
 
 
 def batched() -> tuple[Problem, Inputs]:
@@ -134,65 +131,78 @@ CHANNEL_FORMS = {
 SAVING_FORMS = {64: {"slim": SAVING[64]}, 128: {"narrow": SAVING[128]}, 256: {}}
 
 
+class ByHand(Planned):
+    """The launchers of `hopper`, with one decay per value head, and the memory for the backward pass."""
+
+    def __init__(self, case: str):
+        super().__init__(*RATES[case]())
+        p = self.p
+        self.rates, saves = new_rates(self.made, p), goes_back(p)
+        groups = make_groups(self.made, p, *saved_groups(p)) if saves else [None]
+        self.saved, self.trace = groups[0], groups[1] if saves and p.disable_recompute else None
+
+
 def call_rates(case: str) -> None:
-    c, o, _, rates, solved, _ = described(case)
-    run_rates(c, o, rates, solved)
+    kernels = ByHand(case)
+    run_rates(kernels.c, kernels.results().o, kernels.rates, kernels.saved)
+    kernels.launch()
 
 
 def call_loop(case: str, t: LoopTile, *, taped: bool) -> None:
-    c, o, final, rates, solved, trace = described(case)
-    tape = new_tape(c.p, 1, t.pace) if taped else None
-    run_loop(c, o, final, None if makes_rates(c.p) else rates, solved and solved.A, t, trace=trace, tape=tape)
+    kernels = ByHand(case)
+    p, saved = kernels.p, kernels.saved
+    tape = new_tape(kernels.made, p, 1, t.pace) if taped else None
+    rates, A = None if makes_rates(p) else kernels.rates, saved and saved.A
+    run_loop(kernels.c, *kernels.results(), rates, A, t, trace=kernels.trace, tape=tape)
+    kernels.launch()
 
 
 def call_tape(case: str, *, follows: bool) -> None:
-    c = described(case)[0]
-    run_lay_tape(c, new_tape(c.p, 1, WIDE.pace), follows=follows)
+    kernels = ByHand(case)
+    run_lay_tape(kernels.c, new_tape(kernels.made, kernels.p, 1, WIDE.pace), follows=follows)
+    kernels.launch()
 
 
 def call_channels(case: str, form: str) -> None:
-    p, x = CHANNELS[case]()
-    c, o = make_call(p, x, ("launches",))._replace(direct=False), torch.empty_like(x.v)
-    final, t = torch.empty(p.state_shape, device="meta"), CHANNEL_FORMS[form]
-    forgets = new_forgets(p)
+    kernels = Planned(*CHANNELS[case]())
+    c, t, forgets = kernels.c, CHANNEL_FORMS[form], new_forgets(kernels.made)
+    results = kernels.results()
     if form == "-parts":
         run_find_forgetting(c, forgets, 2)
-        return run_channel_loop(c, o, final, t, forgets, 2)
-    if t is not None:
-        return run_channel_loop(c, o, final, t, tape=new_tape(p, 1, CHANNEL_PACE) if form == "-tape" else None)
-    (w,) = Workspace(p, Prepared).views()
-    run_prepare(c, w, o, None, None, forgets)
-    run_scan_channels(c, w, o, final, forgets)
+        run_channel_loop(c, *results, t, forgets, 2)
+    elif t is not None:
+        tape = new_tape(kernels.made, kernels.p, 1, CHANNEL_PACE) if form == "-tape" else None
+        run_channel_loop(c, *results, t, tape=tape)
+    else:
+        (w,) = make_groups(kernels.made, kernels.p, Prepared)
+        run_prepare(c, w, results.o, None, None, forgets)
+        run_scan_channels(c, w, *results, forgets)
+    kernels.launch()
 
 
 def call_prepare(case: str, form: str) -> None:
     """The launches of `prepare` in training."""
-    p, x = CHANNELS[case]()
-    c, (finds, keeps) = make_call(p, x, ("launches", form))._replace(direct=False), CHANNELS_BACK[form]
-    w, s, channels_ = Workspace(p, Prepared, Solved, Channels).views()
-    o = torch.empty_like(x.v) if form == "training" else None
-    run_prepare(c, w._replace(A=s.A if finds else None), o, channels_.L if keeps else None, s)
+    kernels, (finds, keeps) = Planned(*CHANNELS[case]()), CHANNELS_BACK[form]
+    w, s, channels_ = make_groups(kernels.made, kernels.p, Prepared, Solved, Channels)
+    o = kernels.results().o if form == "training" else None
+    run_prepare(kernels.c, w._replace(A=s.A if finds else None), o, channels_.L if keeps else None, s)
+    kernels.launch()
 
 
 def call_channel_back(case: str, *, rest: bool) -> None:
-    p, x = GRADIENTS[case]()
-    c, d = make_call(p, x, ("launches",))._replace(direct=False), new_gradients(p, x)
-    solved, *groups = Workspace(p, Solved, Channels, Residual, StateGradients, DeepChunks).views()
-    run_chunk_back(c, groups[0], solved, *groups[1:], torch.empty_like(x.v), d, rest=rest)
+    kernels = Planned(*GRADIENTS[case]())
+    made, p = kernels.made, kernels.p
+    solved, *groups = make_groups(made, p, Solved, Channels, Residual, StateGradients, DeepChunks)
+    d, do = make_gradients(made, p, kernels.x)[0], made.like("do", kernels.x.v)
+    run_chunk_back(kernels.c, groups[0], solved, *groups[1:], do, d, rest=rest)
+    kernels.launch()
 
 
 def call_scan(case: str) -> None:
-    c, *outputs, _, trace = described(case)
-    run_segmented_scan(c, *outputs, new_segmented_scan(c.p, None if c.p.K == 256 else 128), trace)
-
-
-def described(case: str) -> tuple[Call, Tensor, Tensor, Tensor, ForBackward | None, Trace | None]:
-    """The call, o, the final states, rates, and the tensors for the backward pass."""
-    p, x = RATES[case]()
-    c = make_call(p, x, ("launches",))._replace(direct=False)
-    solved = Workspace(p, ForBackward).views()[0] if p.needs_grad and not unsupported(p) else None
-    trace = Workspace(p, Trace).views()[0] if p.disable_recompute and not unsupported(p) else None
-    return c, torch.empty_like(x.v), torch.empty(p.state_shape, device="meta"), new_rates(p), solved, trace
+    kernels = ByHand(case)
+    w = new_segmented_scan(kernels.made, kernels.p, None if kernels.p.K == WHOLE else 128)
+    run_segmented_scan(kernels.c, *kernels.results(), kernels.rates, w, kernels.trace)
+    kernels.launch()
 
 
 def launches(target: str) -> Iterator[Launch]:

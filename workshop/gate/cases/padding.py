@@ -6,17 +6,10 @@ from functools import partial
 import torch
 
 from flash_delta.compiler import Launch
-from flash_delta.kernels.hopper.plans.padding import (
-    PaddedResults,
-    gradients_in,
-    new_padded,
-    padded,
-    run_narrow,
-    run_widen,
-)
-from flash_delta.kernels.hopper.plans.unplanned import new_gradients
-from flash_delta.kernels.runtime.calls import make_call
-from workshop.gate.cases.rule import RuleCase, problem_of
+from flash_delta.kernels.hopper.plans.padding import PaddedResults, gradients_in, padded, run_narrow, run_widen
+from flash_delta.kernels.hopper.scalar.plan import new_results
+from flash_delta.kernels.triton.backward.plan import make_gradients
+from workshop.gate.cases.rule import Planned, RuleCase, problem_of
 
 PADDED = {"padded": 100, "padded-60": 60, "padded-96": 96}  # widths of heads, of packed sequences with states
 
@@ -24,20 +17,18 @@ PADDED = {"padded": 100, "padded-60": 60, "padded-96": 96}  # widths of heads, o
 def call_padding(case: str, *, back: bool) -> None:
     """The launches before and after the kernels of a call whose heads are padded."""
     p, x = problem_of(RuleCase(PADDED[case], raw=True))
-    p = p._replace(needs_grad=True)
+    kernels = Planned(p._replace(needs_grad=True), x)
+    c, made, p = kernels.c, kernels.made, kernels.p
     if back:
-        outer, d = (torch.empty_like(x.v), torch.empty(p.state_shape, device="meta")), new_gradients(p, x)
-        copies = new_padded(p, x, *outer)
-        found, wanted = (PaddedResults((t.q, t.k, t.v), t.initial_state) for t in (gradients_in(copies, d), d))
+        _, copies = run_widen(c, made.like("do", kernels.x.v), made.new("dfinal", p.state_shape, torch.float32))
+        d, _ = make_gradients(made, p, kernels.x)
+        found, wanted = (PaddedResults((t.q, t.k, t.v), t.initial_state) for t in (gradients_in(made, copies, d), d))
     else:
-        outer, copies = (), new_padded(p, x)
-        found, wanted = (
-            PaddedResults((None, None, x.v.new_empty(p.B, p.T, p.HV, q.V)), torch.empty(q.state_shape, device="meta"))
-            for q in (padded(p), p)
-        )
-    c = make_call(p, x, ("launches", back), *outer)._replace(direct=False)
-    run_widen(c, copies)
+        run_widen(c)
+        results = (new_results(made, *of) for of in ((padded(p), "wide "), (p,)))
+        found, wanted = (PaddedResults((None, None, o), final) for o, final in results)
     run_narrow(c, found, wanted)
+    kernels.launch()
 
 
 def launches() -> Iterator[Launch]:

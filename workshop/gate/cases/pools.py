@@ -13,9 +13,8 @@ from flash_delta.kernels.hopper.scalar.forward.loop import run_pool_loops
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
 from flash_delta.kernels.hopper.scalar.segments.maps import run_find_starts
 from flash_delta.kernels.hopper.scalar.segments.memory import new_parts
-from flash_delta.kernels.runtime.calls import make_call
 from flash_delta.problem import Inputs, Pools, Problem, Slots
-from workshop.gate.cases.rule import RuleCase, problem_of
+from workshop.gate.cases.rule import Planned, RuleCase, problem_of
 
 
 def serving(
@@ -55,20 +54,17 @@ PROCESSORS = 132  # with as many multiprocessors prompts are cut into parts
 
 def call_pool(described: tuple[Problem, Inputs, Slots], t: LoopTile, *, parted: bool) -> None:
     """``parted``: prompts may be cut."""
-    p, x, slots = described
-    final = torch.empty_like(slots.state_pool) if p.pools is None else slots.state_pool
-    c = make_call(p, x, ("launches",), *slots)._replace(direct=False)
-    parts = new_parts(p, PROCESSORS, starts=1) if parted else None
-    o, rates, prompts, tape = (
-        torch.empty_like(x.v),
-        new_rates(p),
-        new_prompt_list(p, 1),
-        new_pool_tape(p, c.chip, 1),
-    )
+    kernels = Planned(*described)
+    c, made, p, (slots,) = kernels.c, kernels.made, kernels.p, kernels.more
+    o, final = kernels.results()
+    final = final if p.pools is None else slots.state_pool
+    parts = new_parts(made, p, PROCESSORS, starts=1) if parted else None
+    rates, prompts, tape = new_rates(made, p), new_prompt_list(made, p, 1), new_pool_tape(made, p, c.chip, 1)
     run_rates(c, o, rates, None, prompts, slots, tape, parts)
     if parts is not None:
         run_find_starts(c, rates, prompts, tape, parts, slots, final)
     run_pool_loops(c, o, rates, prompts, tape, parts, slots, final, t)
+    kernels.launch()
 
 
 def launches() -> Iterator[Launch]:

@@ -27,8 +27,8 @@ from flash_delta.kernels.triton.backward.plan import make_gradients
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import new_segmented_back, run_ends, run_segments_back
 from flash_delta.kernels.triton.forward.channel import run_channel
-from flash_delta.kernels.triton.forward.chunks import run_chunks
 from flash_delta.kernels.triton.forward.factor import run_factor
+from flash_delta.kernels.triton.forward.plan import run_chunks
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.forward.segments import (
     compose_states,
@@ -110,17 +110,14 @@ class Results(NamedTuple):
     final_state: Layout
 
 
-class Kernels:
-    """The launchers on one problem, with the tensors that kernels write for each other. ``launch`` launches what they
-    have planned."""
+class Planned:
+    """A draft of launches on one problem. ``launch`` launches what is planned."""
 
     def __init__(self, p: Problem, x: Inputs, *more: NamedTuple):
         self.p, self.groups = p, (x, *more)
         self.x, *self.more = map(layouts_of, self.groups)
         self.c = draft_of(p, chip_of(p.device), self.x)
-        groups = (Channels, Solved, Factors, Residual, StateGradients, Scores, HeadGradients)
-        parts = make_groups(self.c.made, p, *groups)
-        self.channels, self.solved, self.factors, self.residual, self.chain, self.scores, self.heads = parts
+        self.made = self.c.made
 
     def launch(self, *groups: NamedTuple) -> Tensors:
         """Launches what is planned. Returns the tensors of these groups of the plan's memory, by field."""
@@ -128,6 +125,21 @@ class Kernels:
         plan = self.c.plan(*read.values())
         found = ByTriton(plan, given_to(plan, self.groups))(self.p.device, self.groups)
         return dict(zip(read, found, strict=True))
+
+    def results(self) -> Results:
+        final = self.made.new("final_state", self.p.state_shape, torch.float32)
+        return Results(self.made.new("o", self.x.v.shape, self.p.dtype), final)
+
+
+class Kernels(Planned):
+    """The launchers of ``triton``, with the tensors that kernels write for each other."""
+
+    def __init__(self, p: Problem, x: Inputs, *more: NamedTuple):
+        super().__init__(p, x, *more)
+        groups = (Channels, Solved, Factors, Residual, StateGradients, Scores, HeadGradients)
+        parts = make_groups(self.made, p, *groups)
+        self.channels, self.solved, self.factors, self.residual, self.chain, self.scores, self.heads = parts
+        self.memory = dict(zip(groups, parts, strict=True))
 
     def channel(self) -> None:
         run_channel(self.c, self.solved, self.channels)
@@ -147,25 +159,20 @@ class Kernels:
         run_scan(self.c, self.channels, self.solved, self.factors, *results, residual, t)
         return results
 
-    def results(self) -> Results:
-        made = self.c.made
-        final = made.new("final_state", self.p.state_shape, torch.float32)
-        return Results(made.new("o", self.x.v.shape, self.p.dtype), final)
-
     def maps(self, split: Segments) -> None:
         """The maps of segments, and the states that segments start from."""
-        segmented = new_segmented_scan(self.p, split, self.c.made)
+        segmented = new_segmented_scan(self.p, split, self.made)
         run_maps(self.c, self.channels, self.solved, self.factors, segmented)
         run_compose(self.c, segmented)
 
     def segments(self, split: Segments) -> None:
-        segmented = new_segmented_scan(self.p, split, self.c.made)
+        segmented = new_segmented_scan(self.p, split, self.made)
         run_segments(self.c, self.channels, self.solved, self.factors, *self.results(), segmented)
 
     def segments_back(self, split: Segments, ends: bool) -> None:
         """The backward scan of segments. ``ends``: instead the launches before it, except those of maps."""
         read = (self.c, self.channels, self.solved, self.factors)
-        back, state, do = new_segmented_back(self.p, split, self.c.made), self.x.initial_state, self.x.v
+        back, state, do = new_segmented_back(self.p, split, self.made), self.x.initial_state, self.x.v
         if ends:
             run_ends(*read, do, state, back)
             compose_states(self.c, back.scan, back.D, back.ends, state, back=True)
@@ -174,16 +181,15 @@ class Kernels:
 
     def scan_backward(self, recompute: bool, t: Tile) -> None:
         state, do = self.x.initial_state, self.x.v
-        dinitial = self.c.made.like("dinitial_state", state)
+        dinitial = self.made.like("dinitial_state", state)
         run_scan_backward(
             self.c, self.channels, self.solved, self.factors, self.residual, do, state, self.chain, dinitial, t,
             recompute=recompute,
         )  # fmt: skip
 
     def gradients(self) -> None:
-        d, parts = make_gradients(self.c.made, self.p, self.x)
-        groups = self.solved, self.factors, self.channels, self.residual, self.chain, self.scores, self.heads
-        find_gradients(self.c, *groups, self.x.v, d._replace(**parts))
+        d, parts = make_gradients(self.made, self.p, self.x)
+        find_gradients(self.c, self.memory, self.x.v, d._replace(**parts))
         if self.p.gate.kind == "scalar" and self.p.K != 128:
             self.c.steps.pop()  # the code of `gates` does not depend on the width
 

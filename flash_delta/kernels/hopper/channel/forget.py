@@ -10,7 +10,6 @@ kernels, and those that are not needed end at once.
 """
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -21,10 +20,9 @@ from flash_delta.kernels.hopper.channel.scores import OWN, K
 from flash_delta.kernels.hopper.device.layouts import THREADS
 from flash_delta.kernels.hopper.device.segment_bounds import FADED
 from flash_delta.kernels.hopper.device.work_items import Work, bounds
-from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
-from flash_delta.problem import Problem
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND
+from flash_delta.kernels.runtime.arguments import batch, launch_rule, tokens
+from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 
 MOST = gl.constexpr(256)  # numbers of ``forgets``
 
@@ -77,16 +75,14 @@ def find_forgetting(
     gl.store(forgets + gl.program_id(0) + i, i * 0 + found, mask=i < 1)
 
 
-def new_forgets(p: Problem) -> Tensor:
-    return torch.empty(MOST.value, dtype=torch.int32, device=p.device)
+def new_forgets(made: Making) -> Layout:
+    return made.new("forgets", (MOST.value,), torch.int32)
 
 
-def run_find_forgetting(c: Call, forgets: Tensor, parts: int) -> None:
+def run_find_forgetting(c: Draft, forgets: Layout, parts: int) -> None:
     p, x = c.p, c.x
     arguments = (
         x.g, x.A_log, x.dt_bias, x.cu_seqlens, forgets, p.T, parts, p.gate.bound or 0.0, batch(x.g),
         tokens(x.g)[:2],
     )  # fmt: skip
-    constants = constants_of(c, find_forgetting, arguments)
-    programs = p.N * p.HV * (parts - 1)
-    launch_described(c, find_forgetting, DescribedPlan((programs,), arguments, constants), launch_pdl=False)
+    launch_rule(c, find_forgetting, arguments, (p.N * p.HV * (parts - 1), 1, 1), BY_HAND)

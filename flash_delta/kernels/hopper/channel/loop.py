@@ -29,7 +29,6 @@ Barriers, and who completes them:
 """
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -79,10 +78,9 @@ from flash_delta.kernels.hopper.device.units import units
 from flash_delta.kernels.hopper.device.work_items import Work, ends, enter, find_pieces
 from flash_delta.kernels.hopper.plans.boxes import handed_by, ragged, states, strides
 from flash_delta.kernels.hopper.plans.tape import Tape, run_lay_tape
-from flash_delta.kernels.hopper.plans.tiles import CHANNEL_LOOP, ChannelTile
-from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, CHANNEL_LOOP, ChannelTile
+from flash_delta.kernels.runtime.arguments import batch, launch_rule, tokens
+from flash_delta.kernels.runtime.plan import Draft, Layout
 
 OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # [64, 64]
 
@@ -329,7 +327,7 @@ def channel_loop(
 
 
 def run_channel_loop(
-    c: Call, o: Tensor, final: Tensor, t: ChannelTile, forgets: Tensor | None = None, parts: int = 1,
+    c: Draft, o: Layout, final: Layout, t: ChannelTile, forgets: Layout | None = None, parts: int = 1,
     tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """Launches `channel_loop`. With ``forgets`` sequences have several ``parts``, and the kernel works only if gates
@@ -347,6 +345,5 @@ def run_channel_loop(
         p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
     own = CHANNEL_LOOP | t._asdict() | {"PARTED": forgets is not None, "TAPED": tape is not None}
-    constants = constants_of(c, channel_loop, arguments, INITIAL=initial is not None, NR=slots, **own)
-    grid = min(p.N * p.HV * parts, c.chip.processors), 2 // t.HALVES
-    launch_described(c, channel_loop, DescribedPlan(grid, arguments, constants), launch_pdl=False)
+    grid = min(p.N * p.HV * parts, c.chip.processors), 2 // t.HALVES, 1
+    launch_rule(c, channel_loop, arguments, grid, BY_HAND, INITIAL=initial is not None, NR=slots, **own)

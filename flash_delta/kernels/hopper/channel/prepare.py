@@ -22,7 +22,6 @@ end do not decay. While the kernel computes A, the copy engine loads the next ch
 place of ``far``, so the inverse uses other memory.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
@@ -54,10 +53,9 @@ from flash_delta.kernels.hopper.device.state_copies import beside
 from flash_delta.kernels.hopper.device.units import to_half
 from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, Work, count_items
 from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, strides
-from flash_delta.kernels.hopper.plans.tiles import PREPARES
-from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, PREPARES
+from flash_delta.kernels.runtime.arguments import batch, launch_rule, tokens
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Prepared, Solved
 
 SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block of a half, and channel
@@ -363,13 +361,13 @@ def prepare(
 
 
 def run_prepare(
-    c: Call, out: Prepared, o: Tensor | None, L: Tensor | None = None, s: Solved | None = None,
-    forgets: Tensor | None = None, parts: int = 1, listed: Listed = NO_LIST,
+    c: Draft, out: Prepared, o: Layout | None, L: Layout | None = None, s: Solved | None = None,
+    forgets: Layout | None = None, parts: int = 1, listed: Listed = NO_LIST,
 ) -> None:  # fmt: skip
     """``o`` gets zeros after the last packed sequence. ``L`` and ``s`` are written for the backward pass. With several
     ``parts`` the kernel does nothing if gates forget, which ``forgets`` says."""
     p, x = c.p, c.x
-    items = len(out.gamma) * p.HV
+    items = out.gamma.shape[0] * p.HV
     *batches, heads = strides(x.q, x.k, x.g)
     arguments = (
         *(ragged(t, p.K) for t in (x.q, x.k, x.g)), *(blocks(t, p.K) for t in (out.Qg, out.Kg, out.Kd)),
@@ -378,8 +376,6 @@ def run_prepare(
         listed.prompts, p.N, p.T, items, p.N * p.HV * (parts - 1), listed.least, listed.most, *batches, heads,
         p.HV // p.H, p.HV, p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
     )  # fmt: skip
-    constants = constants_of(c, prepare, arguments)
     programs = min(items, PREPARES * c.chip.processors)
     # It must not start early if it is the first kernel of its call: then it waits for none.
-    plan, early = DescribedPlan((programs,), arguments, constants), listed.prompts is not None
-    launch_described(c, prepare, plan, launch_pdl=early)
+    launch_rule(c, prepare, arguments, (programs, 1, 1), BY_HAND, follows=listed.prompts is not None)

@@ -5,7 +5,6 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents
@@ -18,10 +17,9 @@ from flash_delta.kernels.hopper.device.checkpoints import Checkpoints, checkpoin
 from flash_delta.kernels.hopper.device.work_items import Work
 from flash_delta.kernels.hopper.plans.boxes import handed_by, pool, ragged, strides
 from flash_delta.kernels.hopper.plans.tape import Tape
-from flash_delta.kernels.hopper.plans.tiles import CHANNEL_LOOP, CHANNEL_WHOLE
-from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, CHANNEL_LOOP, CHANNEL_WHOLE
+from flash_delta.kernels.runtime.arguments import batch, launch_rule, tokens
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.problem import Slots
 
@@ -51,11 +49,11 @@ def channel_prompts(
 
 
 def run_channel_prompts(
-    c: Call, o: Tensor, prompts: Tensor, tape: Tape, s: Slots, launches: Iterable[PoolLaunch]
+    c: Draft, o: Layout, prompts: Layout, tape: Tape, s: Slots, launches: Iterable[PoolLaunch]
 ) -> None:
     """Launches the loop, once for every tile that the number of prompts may select. With halves of states there is a
     program for every item, so they need no tape."""
-    p, x, plans = c.p, c.x, []
+    p, x = c.p, c.x
     states, kept = pool(p, s.state_pool), checkpoint_values(p, s)
     q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
     q, k, g, out = (ragged(y, width, STEP.value) for y, width in ((x.q, p.K), (x.k, p.K), (x.g, p.K), (o, 64)))
@@ -67,8 +65,5 @@ def run_channel_prompts(
             heads, p.HV // p.H, p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
         )  # fmt: skip
         own = CHANNEL_LOOP | t._asdict() | {"NR": 2 if p.gate.dtype == torch.float32 else 3, "TAPED": laid is not None}
-        constants = constants_of(c, channel_prompts, arguments, **own)
         programs = min(sequences * p.HV, c.chip.processors) if laid is None else laid.programs
-        grid = programs, 2 // t.HALVES
-        plans.append(DescribedPlan(grid, arguments, constants))
-    launch_described(c, channel_prompts, *plans)
+        launch_rule(c, channel_prompts, arguments, (programs, 2 // t.HALVES, 1), BY_HAND, follows=True, **own)

@@ -17,7 +17,6 @@ Barriers, and who completes them:
     done     the state group: it has read all tiles of a chunk, so that its slots are free
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -42,10 +41,9 @@ from flash_delta.kernels.hopper.device.state_copies import load_state, store_sta
 from flash_delta.kernels.hopper.device.units import units
 from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, Work, bounds, count_items, ends
 from flash_delta.kernels.hopper.plans.boxes import blocks, lines, pool, ragged, squares, states, token_stride
-from flash_delta.kernels.hopper.plans.tiles import CHANNEL_SCAN
-from flash_delta.kernels.runtime.arguments import constants_of
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, CHANNEL_SCAN
+from flash_delta.kernels.runtime.arguments import launch_rule
+from flash_delta.kernels.runtime.plan import Descriptor, Draft, Layout
 from flash_delta.kernels.runtime.workspace import Prepared
 from flash_delta.problem import Slots
 
@@ -209,7 +207,7 @@ def scan_channels(
     end_barriers((full, vfull, done), sbar)
 
 
-def run_scan_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: Tensor, parts: int = 1) -> None:
+def run_scan_channels(c: Draft, w: Prepared, o: Layout, final: Layout, forgets: Layout, parts: int = 1) -> None:
     """With several ``parts`` the kernel does nothing if gates forget, which ``forgets`` says."""
     p, initial = c.p, c.x.initial_state
     from_to = states(p, final if initial is None else initial), states(p, final)
@@ -217,25 +215,24 @@ def run_scan_channels(c: Call, w: Prepared, o: Tensor, final: Tensor, forgets: T
     _run(c, w, o, from_to, work, p.N, INITIAL=initial is not None)
 
 
-def run_scan_prompts(c: Call, w: Prepared, o: Tensor, s: Slots, listed: Listed, sequences: int) -> None:
+def run_scan_prompts(c: Draft, w: Prepared, o: Layout, s: Slots, listed: Listed, sequences: int) -> None:
     """Scans prompts on a pool. ``sequences``: how many are scanned at the same time."""
     slots, work = pool(c.p, s.state_pool), (None, listed, checkpoint_values(c.p, s), 0)
     _run(c, w, o, (slots, slots), work, sequences, INITIAL=True)
 
 
 def _run(
-    c: Call, w: Prepared, o: Tensor, from_to: tuple[Descriptor, Descriptor], work: tuple, sequences: int, **own: bool
+    c: Draft, w: Prepared, o: Layout, from_to: tuple[Descriptor, Descriptor], work: tuple, sequences: int, **own: bool
 ) -> None:  # fmt: skip
     """``from_to``: of first and final states. ``work``: `forget.py`'s numbers, the list of prompts, the arguments for
     checkpoints, and how many parts, without first ones, are scanned elsewhere if gates forget."""
     p, x = c.p, c.x
     forgets, listed, kept, parted = work
     arguments = (
-        *(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates.flatten(2).flatten(0, 1)),
-        lines(w.gamma.flatten(0, 1)), ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), *from_to,
+        *(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates), lines(w.gamma, p.K),
+        ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), *from_to,
         x.cu_seqlens, forgets, listed.prompts, *kept[:2], p.T, p.N * p.HV, parted, listed.least, listed.most, *kept[2:],
         token_stride(x.v), x.v.stride(2),
     )  # fmt: skip
-    constants = constants_of(c, scan_channels, arguments, **own, **CHANNEL_SCAN)
-    grid = min(sequences * p.HV, c.chip.processors), p.V // 64
-    launch_described(c, scan_channels, DescribedPlan(grid, arguments, constants))
+    grid = min(sequences * p.HV, c.chip.processors), p.V // 64, 1
+    launch_rule(c, scan_channels, arguments, grid, BY_HAND, follows=True, **own, **CHANNEL_SCAN)

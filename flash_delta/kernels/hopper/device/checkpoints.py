@@ -61,4 +61,4 @@ def checkpoint_values(p: Problem, s: Slots) -> tuple[Any, ...]:
     """The arguments of a kernel for POINTERS and NUMBERS."""
     tables = (s.checkpoint_indices, s.checkpoint_offsets)
     interval = min(p.pools.checkpoint_every, p.T + C.value)
-    return *tables, len(s.state_pool), p.pools.null_slot, count_checkpoints(s), interval, *checkpoint_table(*tables)
+    return *tables, s.state_pool.shape[0], p.pools.null_slot, count_checkpoints(s), interval, *checkpoint_table(*tables)

@@ -10,7 +10,6 @@ one or the other."""
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
@@ -22,7 +21,7 @@ from flash_delta.kernels.hopper.device.segment_bounds import Run, extent, find_c
 class Listed(NamedTuple):
     """The prompts on a pool that a launch scans: those of a list, if there are ``least`` to ``most`` of them."""
 
-    prompts: Tensor | None
+    prompts: Any  # a layout, or None
     least: int
     most: int
 

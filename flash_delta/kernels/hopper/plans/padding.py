@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import steps
 from flash_delta.kernels.hopper.plans.tiles import PADDING, PADDING_ROWS
-from flash_delta.kernels.runtime.arguments import launch_rule, strides
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.arguments import draft_as, launch_rule, strides
+from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.problem import Inputs, Problem
 
 WIDTHS = (64, 128)
@@ -25,19 +24,19 @@ NO_STRIDES = (0, 0, 0, 0)
 class Padded(NamedTuple):
     """Copies of the width that is run. None if a tensor does not exist."""
 
-    q: Tensor  # [B, T, H, W]
-    k: Tensor  # [B, T, H, W]
-    v: Tensor  # [B, T, HV, W]
-    do: Tensor | None  # [B, T, HV, W]
-    initial_state: Tensor | None  # [N, HV, W, W] float32
-    dfinal: Tensor | None  # [N, HV, W, W] float32
+    q: Layout  # [B, T, H, W]
+    k: Layout  # [B, T, H, W]
+    v: Layout  # [B, T, HV, W]
+    do: Layout | None  # [B, T, HV, W]
+    initial_state: Layout | None  # [N, HV, W, W] float32
+    dfinal: Layout | None  # [N, HV, W, W] float32
 
 
 class PaddedResults(NamedTuple):
     """The results of kernels, in that width or without the added columns. None if a result is not wanted."""
 
-    rows: tuple[Tensor | None, Tensor | None, Tensor]  # dq and dk; o or dv
-    state: Tensor | None  # the final states, or the gradient of the initial ones
+    rows: tuple[Layout | None, Layout | None, Layout]  # dq and dk; o or dv
+    state: Layout | None  # the final states, or the gradient of the initial ones
 
 
 def pads(p: Problem) -> bool:
@@ -55,28 +54,23 @@ def padded(p: Problem) -> Problem:
     return p._replace(K=width, V=width)
 
 
-def new_padded(p: Problem, x: Inputs, do: Tensor | None = None, dfinal: Tensor | None = None) -> Padded | None:
-    """Memory for the copies of a call, or None if it needs none."""
+def new_padded(made: Making, p: Problem, x: Inputs, do: Layout | None, dfinal: Layout | None) -> Padded:
+    """Memory for the copies of a call."""
     wide = padded(p)
-    if wide is p:
-        return None
     q, v = ((p.B, p.T, heads, wide.K) for heads in (p.H, p.HV))
-    rows = q, q, v, None if do is None else v
-    states = (None if t is None else wide.state_shape for t in (x.initial_state, dfinal))
-    new = [_new(p, shape, p.dtype) for shape in rows] + [_new(p, shape, torch.float32) for shape in states]
-    return Padded(*new)
+    names = [f"wide {name}" for name in Padded._fields]
+    kinds = *((shape, p.dtype) for shape in (q, q, v, v)), *((wide.state_shape, torch.float32),) * 2
+    there = True, True, True, do is not None, x.initial_state is not None, dfinal is not None
+    return Padded(*(
+        made.new(name, *kind) if exists else None for name, kind, exists in zip(names, kinds, there, strict=True)
+    ))  # fmt: skip
 
 
-def gradients_in(copies: Padded, d: Inputs) -> Inputs:
+def gradients_in(made: Making, copies: Padded, d: Inputs) -> Inputs:
     """Where kernels write gradients: new memory of the copies' width for tensors with columns, and else ``d``
     itself."""
-    q, k, v = (torch.empty_like(t) for t in copies[:3])
-    initial = None if copies.initial_state is None else torch.empty_like(copies.initial_state)
-    return d._replace(q=q, k=k, v=v, initial_state=initial)
-
-
-def _new(p: Problem, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor | None:
-    return None if shape is None else torch.empty(shape, dtype=dtype, device=p.device)
+    wide = {name: made.like(f"wide d{name}", getattr(copies, name)) for name in ("q", "k", "v", "initial_state")}
+    return d._replace(**wide)
 
 
 @triton.jit
@@ -142,11 +136,9 @@ def narrow(
         copy_rows(wide_k, (T64 * (H * FROM), H * FROM, FROM, 1), k, B, T, H, H, K, K, FROM, ROWS)
 
 
-def run_widen(c: Call, copies: Padded | None) -> Call:
-    """Launches `widen`, if heads are padded. Returns the call that is run instead of ``c``."""
-    if copies is None:
-        return c
-    p, x, (do, dfinal) = c.p, c.x, (*c.more, None, None)[:2]
+def run_widen(c: Draft, do: Layout | None = None, dfinal: Layout | None = None) -> tuple[Draft, Padded]:
+    """Launches `widen`. Returns the draft of the call that is run instead of ``c``, and the copies."""
+    p, x, copies = c.p, c.x, new_padded(c.made, c.p, c.x, do, dfinal)
     given = *x[:3], do, x.initial_state, dfinal
     there = [number for number, t in enumerate(given) if t is not None]
     places = tuple([there.index(number) if number in there else -1 for number in range(len(given))])
@@ -156,21 +148,19 @@ def run_widen(c: Call, copies: Padded | None) -> Call:
         PLACES=places, ROWS=PADDING_ROWS,
     )  # fmt: skip
     inside = x._replace(q=copies.q, k=copies.k, v=copies.v, initial_state=copies.initial_state)
-    return c._replace(p=padded(p), x=inside, more=(copies.do, copies.dfinal)[: len(c.more)])
+    return draft_as(c, padded(p), inside), copies
 
 
-def run_narrow(c: Call, found: PaddedResults, wanted: PaddedResults) -> None:
-    """Launches `narrow`, if heads are padded. ``c``: the original call. ``wanted`` is contiguous."""
+def run_narrow(c: Draft, found: PaddedResults, wanted: PaddedResults) -> None:
+    """Launches `narrow`. ``c``: of the original call. ``wanted`` is contiguous."""
     p = c.p
-    if not pads(p):
-        return
     grid = _blocks((*found.rows, found.state)), 2 if found.rows[0] is None else 4, 1
     pointers = *found.rows, found.state, *wanted.rows, wanted.state
     width = found.rows[2].shape[3]
     launch_rule(c, narrow, pointers, grid, PADDING, p.N, p.B, p.T, FROM=width, ROWS=PADDING_ROWS)
 
 
-def _blocks(tensors: tuple[Tensor | None, ...]) -> int:
+def _blocks(tensors: tuple[Layout | None, ...]) -> int:
     """The number of programs for the rows of any of ``tensors``."""
     most = max(t.numel() // t.shape[-1] for t in tensors if t is not None)
     return -(-most // PADDING_ROWS)

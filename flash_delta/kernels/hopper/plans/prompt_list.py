@@ -9,14 +9,13 @@ zeros to o of padding and after the last sequence. Its grid is (slots), and a pr
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, find_chunk, lead, rows_of, store_tile
 from flash_delta.kernels.hopper.plans.tape import NUMBERS as OF_TAPE
 from flash_delta.kernels.hopper.plans.tape import Tape, lay, most_programs
 from flash_delta.kernels.runtime.arguments import launch_rule, table
-from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.kernels.triton.forward.scan import load_slots
 from flash_delta.problem import Problem, Slots
 
@@ -145,17 +144,16 @@ def list_prompts(
         store_tile(rows_of(o, strides, row, row + hv), strides, zeros, token, stop, 0, V, C, V)
 
 
-def new_prompt_list(p: Problem, starts: int = 0) -> Tensor:
-    """Memory for the list of sequences that the loop scans on a pool ``starts``: how many parts of
-    them there may be, if they are cut."""
-    numbers = -(-(1 + 3 * (p.N + starts)) // 64) * 64  # whole units of 256 bytes, as `run` rounds memory
-    return torch.empty(numbers, dtype=torch.int32, device=p.device)
+def new_prompt_list(made: Making, p: Problem, starts: int = 0) -> Layout:
+    """Memory for the list of sequences that the loop scans on a pool. ``starts``: how many parts of them there may be,
+    if they are cut."""
+    return made.new("prompts", (1 + 3 * (p.N + starts),), torch.int32)
 
 
-def run_list_prompts(c: Call, o: Tensor, prompts: Tensor, tape: Tape, s: Slots) -> None:
+def run_list_prompts(c: Draft, o: Layout, prompts: Layout, tape: Tape, s: Slots) -> None:
     p, tables = c.p, (s.read_indices, s.write_indices, s.has_initial_state)
     launch_rule(
         c, list_prompts, (c.x.cu_seqlens, o, prompts, *tables, tape.table, tape.marks), (count_slots(p), 1, 1),
-        Tile(4, 1), *tape.numbers, p.N, p.T, len(s.state_pool), p.pools.null_slot, *(table(t)[0] for t in tables),
+        Tile(4, 1), *tape.numbers, p.N, p.T, s.state_pool.shape[0], p.pools.null_slot, *(table(t)[0] for t in tables),
         PROGRAMS=most_programs(c.chip.processors),
     )  # fmt: skip

@@ -31,7 +31,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import bounds, follow, lead
 from flash_delta.kernels.hopper.plans.lost import word_of
@@ -39,15 +38,13 @@ from flash_delta.kernels.hopper.plans.tiles import (
     CHANNEL_PACE,
     SLIM,
     WIDE,
-    LoopTile,
     Pace,
     count_programs,
-    needs_tape,
     pool_loops,
 )
-from flash_delta.kernels.runtime.arguments import NO_TILE, launch_rule
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.chip import Chip, next_power_of_2
+from flash_delta.kernels.runtime.arguments import launch_rule
+from flash_delta.kernels.runtime.chip import Chip, Tile, next_power_of_2
+from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.problem import Problem
 
 PATIENCE = 2**24  # looks, of about a microsecond each
@@ -55,53 +52,38 @@ NUMBERS = ["programs", "word", "patience", "chunk_ticks", "item_ticks", "cut_tic
 
 
 class Tape(NamedTuple):
-    """The memory of a tape, and what `lay` has to know of the loop."""
+    """The memory of a tape, and the arguments of a kernel for NUMBERS."""
 
-    table: Tensor
-    marks: Tensor
-    handed: Tensor  # the states that are handed over, one per program; then those that parts of prompts start from
-    programs: int
-    pace: Pace
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        return self[:3]
+    table: Layout
+    marks: Layout
+    handed: Layout  # the states that are handed over, one per program; then those that parts of prompts start from
+    numbers: tuple[int, ...]
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """The arguments of a kernel for NUMBERS."""
-        return self.programs, word_of(self.table.device), PATIENCE, *self.pace
+    def programs(self) -> int:
+        return self.numbers[0]
 
 
-def new_tape(p: Problem, programs: int, pace: Pace, starts: int = 0) -> Tape:
-    """Memory for a tape of so many programs, in whole units of 256 bytes, as `run` rounds memory. ``starts``: how many
-    sequences there may be in addition, since parts count as sequences."""
-
-    def numbers(count: int, dtype: torch.dtype, unit: int) -> Tensor:
-        return torch.empty(-(-count // unit) * unit, dtype=dtype, device=p.device)
-
-    table, marks = numbers(4 * programs + 5, torch.int64, 32), numbers(p.N + starts + 1, torch.int32, 64)
-    handed = torch.empty((programs + starts * p.HV) * p.V, p.K, dtype=torch.float32, device=p.device)
-    return Tape(table, marks, handed, programs, pace)
+def new_tape(made: Making, p: Problem, programs: int, pace: Pace, starts: int = 0, name: str = "tape") -> Tape:
+    """Memory for a tape of so many programs. ``starts``: how many sequences there may be in addition, since parts count
+    as sequences."""
+    table = made.new(f"table of {name}", (4 * programs + 5,), torch.int64)
+    marks = made.new(f"marks of {name}", (p.N + starts + 1,), torch.int32)
+    handed = made.new(f"handed on {name}", ((programs + starts * p.HV) * p.V, p.K), torch.float32)
+    return Tape(table, marks, handed, (programs, word_of(p.device), PATIENCE, *pace))
 
 
-def new_loop_tape(p: Problem, chip: Chip, t: LoopTile) -> Tape | None:
-    """Memory for the tape of `run_loop`, or None if programs scan whole items."""
-    programs = count_programs(p, chip, t, p.N)
-    return new_tape(p, programs, t.pace) if needs_tape(p, programs, t.pace) else None
-
-
-def new_pool_tape(p: Problem, chip: Chip, starts: int) -> Tape:
+def new_pool_tape(made: Making, p: Problem, chip: Chip, starts: int) -> Tape:
     """Memory for the tape of `run_pool_loops`. Programs of NARROW have none, since there is one for every item."""
     t = SLIM if p.K == 64 else WIDE
     programs = count_programs(p, chip, t, pool_loops(p, chip, every=False, starts=starts)[-1].sequences)
-    return new_tape(p, programs, t.pace.on_pool(p), starts)
+    return new_tape(made, p, programs, t.pace.on_pool(p), starts)
 
 
-def new_channel_tape(p: Problem, chip: Chip, sequences: int) -> Tape:
+def new_channel_tape(made: Making, p: Problem, chip: Chip, sequences: int) -> Tape:
     """Memory for the tape of the loop with a decay per channel, with a whole state per program."""
     pace = CHANNEL_PACE if p.pools is None else CHANNEL_PACE.on_pool(p)
-    return new_tape(p, min(sequences * p.HV, chip.processors), pace)
+    return new_tape(made, p, min(sequences * p.HV, chip.processors), pace)
 
 
 @triton.jit
@@ -201,8 +183,8 @@ def most_programs(processors: int) -> int:
     return next_power_of_2(processors + 1)
 
 
-def run_lay_tape(c: Call, tape: Tape, *, follows: bool) -> None:
+def run_lay_tape(c: Draft, tape: Tape, *, follows: bool) -> None:
     """``follows``: `rates` has just been launched."""
     pointers = tape.table, tape.marks, c.x.cu_seqlens
     own = {"PROGRAMS": most_programs(c.chip.processors), "FOLLOWS": follows}
-    launch_rule(c, lay_tape, pointers, (1, 1, 1), NO_TILE, *tape.numbers, c.p.N, c.p.T, follows=follows, **own)
+    launch_rule(c, lay_tape, pointers, (1, 1, 1), Tile(4, 1), *tape.numbers, c.p.N, c.p.T, follows=follows, **own)

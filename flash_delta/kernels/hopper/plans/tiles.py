@@ -92,8 +92,11 @@ def pool_loops(p: Problem, chip: Chip, *choice: LoopTile, every: bool, starts: i
     return pool_launches(p, chip, fitting, lambda _: 2 * p.HV, starts)
 
 
+BY_HAND = triton.Tile(4, 3)  # of kernels in Gluon. They take no other number from a tile than warps
+WHOLE = 256  # heads of this width do not fit the loop; `factor_chunks` runs first, then a scan of whole sequences
+
 # The kernels of a scan in segments.
-FACTOR, FACTOR_PROGRAMS = {"maxnreg": 128}, 4  # so many programs share a multiprocessor
+FACTOR, FACTOR_PROGRAMS = BY_HAND._replace(registers=128), 4  # so many programs share a multiprocessor
 MEMBERS = 2  # most value heads per program of `factor_chunks`; they share k
 MAPS = {"NS": 4, "REGISTERS": 216}
 PADDING, PADDING_ROWS = triton.Tile(4, 1), 32  # rows of a program that copies heads to another width
@@ -104,6 +107,7 @@ SEGMENT_SCANS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 19
 PREPARES = 2  # programs per multiprocessor
 CHANNEL_SCAN = {"NS": 3, "NV": 2, "NO": 2}
 CHANNEL_LOOP = {"NV": 3, "NX": 3, "NO": 2}
+CHUNK_BACK = BY_HAND._replace(warps=8)
 
 
 class ChannelTile(NamedTuple):

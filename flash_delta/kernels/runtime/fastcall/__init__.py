@@ -21,7 +21,7 @@ from flash_delta.problem import ENVIRONMENT, needs_gradient
 
 SOURCES = ("key.c", "frame.c", "build.c", "plan.c", "module.c")  # one module; each file uses those before it
 API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # how C reads tensors; None: torch is older than 2.10
-_loaded: ModuleType | None = None
+loaded: ModuleType | None = None
 _lock = Lock()
 
 
@@ -49,13 +49,13 @@ key = look  # call it as ``fastcall.key``, since `load` replaces it
 def load() -> ModuleType:
     """The C module with ``key``, ``facts``, ``places``, ``frame``, ``copy`` and ``launch``. It is compiled once, like
     Triton's own module, and kept in Triton's cache."""
-    global _loaded, key
+    global loaded, key
     with _lock:
-        if _loaded is None:
+        if loaded is None:
             from triton.runtime.build import compile_module_from_src
 
             source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
             module = compile_module_from_src(source, "flash_delta_known")
             module.setup(API, torch.Tensor, torch.nn.Parameter, ENVIRONMENT.encode(), look)
-            _loaded, key = module, module.key
-    return _loaded
+            loaded, key = module, module.key
+    return loaded

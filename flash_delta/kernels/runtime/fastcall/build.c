@@ -2,42 +2,22 @@
 // pointer, M for a descriptor, x for a constant, which is no parameter. The items of a tuple are in parentheses.
 typedef struct {
   Frame *frame;
-  const Given *given;
-  Py_ssize_t count;    // the number of items in `given`
+  int64_t count;       // of the call's tensors
   uint64_t *constant;  // the next free place for a constant,
   void **parameter;    // a parameter,
   unsigned char *map;  // a descriptor
   Config *config;  // the config of the first launch
 } Builder;
 
-static int find(const Builder *b, PyObject *value, int64_t *word, uint64_t *offset) {
-  uint64_t address = 0;
-  *offset = 0;
-  for (*word = 0; value != Py_None && *word < b->count; (*word)++)
-    if (b->given[*word].tensor == value) return 1;
-  if (PyLong_Check(value)) address = PyLong_AsUnsignedLongLong(value);
-  else if (!address_of(value, &address)) return 0;
-  for (*word = 0; *word < b->count; (*word)++) {
-    *offset = address - b->given[*word].start;
-    if (b->given[*word].start <= address && address < b->given[*word].stop) return 1;
-  }
-  if (!PyErr_Occurred())
-    PyErr_Format(PyExc_ValueError, "expected a pointer into one of the call's tensors, got %R", value);
-  return 0;
-}
-
-// A plan says the number of a tensor, and the offset in it.
-static int read_place(const Builder *b, PyObject *value, Inner *at) {
-  if (!PyArg_ParseTuple(value, "LK", &at->word, &at->offset)) return 0;
-  if (0 <= at->word && at->word < b->count) return 1;
-  return PyErr_Format(PyExc_ValueError, "expected the number of a tensor of the call, got %R", value) != NULL;
-}
-
-// The number of the word that will hold the value's address, or -1 with an exception.
-static int64_t word_of(const Builder *b, PyObject *value) {
+// The number of the word that will hold an address, or -1 with an exception. `place`: the number of a tensor, and the
+// offset in it, in bytes.
+static int64_t word_of(const Builder *b, PyObject *place) {
   Frame *f = b->frame;
   Inner at;
-  if (PyTuple_Check(value) ? !read_place(b, value, &at) : !find(b, value, &at.word, &at.offset)) return -1;
+  if (!PyTuple_Check(place)) return PyErr_Format(PyExc_TypeError, "expected a pointer's place, got %R", place), -1;
+  if (!PyArg_ParseTuple(place, "LK", &at.word, &at.offset)) return -1;
+  if (at.word < 0 || at.word >= b->count)
+    return PyErr_Format(PyExc_ValueError, "expected the number of a tensor of the call, got %R", place), -1;
   if (!at.offset) return at.word;
   f->inner[f->inners] = at;
   return f->tensors + f->spare + f->inners++;
@@ -50,13 +30,14 @@ static int put_pointer(Builder *b, PyObject *value) {
   return 1;
 }
 
-// `value`: Triton's object with the driver's descriptor at its end, and the tensor that it describes.
+// `value`: Triton's object with the driver's descriptor at its end, the place of the tensor that it describes, and the
+// address that it has now.
 static int put_map(Builder *b, PyObject *value) {
-  PyObject *described, *tensor;
+  PyObject *described, *place;
   Moved *m = b->frame->moved + b->frame->moves;
-  if (!PyArg_ParseTuple(value, "OO", &described, &tensor)) return 0;
+  if (!PyArg_ParseTuple(value, "OOK", &described, &place, &m->address)) return 0;
   memcpy(b->map, (char *)described + Py_TYPE(described)->tp_basicsize - MAP, MAP);
-  if ((m->word = word_of(b, tensor)) < 0 || !address_of(tensor, &m->address)) return 0;
+  if ((m->word = word_of(b, place)) < 0) return 0;
   *b->parameter++ = m->map = b->map;
   b->map += MAP;
   b->frame->moves++;
@@ -204,34 +185,30 @@ static int fill(Builder *b, PyObject *steps, PyObject *places) {
 
 PyDoc_STRVAR(frame_doc, "frame(launch, replace, steps, tensors, places, scratch) -> bytearray, for `launch`.\n\n"
                         "launch, replace: the driver's functions.  steps: each launch, as cuda_driver.BoundStep.\n"
-                        "tensors: all of the call; the last ones may be in spare memory, at `places`.\n"
+                        "tensors: how many the call has; the last ones may be in spare memory, at `places`.\n"
                         "scratch: whether the last place is scratch memory, which is no tensor.");
 static PyObject *make_frame(PyObject *self, PyObject *args) {
-  PyObject *steps, *tensors, *places, *made = NULL;
+  PyObject *steps, *places, *made;
   Frame f = {0};
   Builder b = {0};
   Counts counts = {0};
   int scratch;
-  if (!PyArg_ParseTuple(args, "KKO!O!O!p", &f.launch, &f.replace, &PyTuple_Type, &steps, &PyTuple_Type, &tensors,
-                        &PyTuple_Type, &places, &scratch))
+  long long tensors;
+  if (!PyArg_ParseTuple(args, "KKO!LO!p", &f.launch, &f.replace, &PyTuple_Type, &steps, &tensors, &PyTuple_Type,
+                        &places, &scratch))
     return NULL;
-  b.count = PyTuple_GET_SIZE(tensors);
+  b.count = tensors;
   f.spare = PyTuple_GET_SIZE(places);
   f.tensors = b.count + scratch - f.spare;
   if (f.tensors < 0) return PyErr_Format(PyExc_ValueError, "frame: expected a tensor for every place");
   if (!count_values(steps, &counts)) return NULL;
   const size_t bytes = lay_out(NULL, &counts, &b, &f);
-  Given *given = PyMem_Calloc((size_t)b.count + 1, sizeof *given);
-  if (!given) return PyErr_NoMemory();
-  b.given = given;
-  if (look_at(tensors, given) && (made = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)bytes + ALIGNED))) {
-    b.frame = frame_of(made);
-    memset(b.frame, 0, bytes);
-    lay_out((char *)b.frame, &counts, &b, &f);
-    f.bytes = (int64_t)bytes;
-    *b.frame = f;
-    if (!fill(&b, steps, places)) Py_CLEAR(made);
-  }
-  PyMem_Free(given);
+  if (!(made = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)bytes + ALIGNED))) return NULL;
+  b.frame = frame_of(made);
+  memset(b.frame, 0, bytes);
+  lay_out((char *)b.frame, &counts, &b, &f);
+  f.bytes = (int64_t)bytes;
+  *b.frame = f;
+  if (!fill(&b, steps, places)) Py_CLEAR(made);
   return made;
 }

@@ -85,8 +85,8 @@ static int launch_all(Frame *f, void *stream) {
 }
 
 PyDoc_STRVAR(launch_doc, "launch(frame, stream, memory, *groups) -> int: the driver's status, 0 if all is launched.\n\n"
-                         "frame: no other thread may use it.  memory: spare memory with the frame's places, or None\n"
-                         "if the groups end with tensors for these. After an error the next call continues there.");
+                         "frame: no other thread may use it.  memory: spare memory with the frame's places; None if\n"
+                         "it has none. After an error the next call continues there.");
 static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   if (count < 3) return PyErr_Format(PyExc_TypeError, "launch: expected a frame, a stream, memory and groups");
   Frame *f = frame_of(args[0]);

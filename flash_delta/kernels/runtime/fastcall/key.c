@@ -130,23 +130,3 @@ static int address_of(PyObject *t, uint64_t *address) {
   Py_DECREF(number);
   return !PyErr_Occurred();
 }
-
-typedef struct { PyObject *tensor; uint64_t start, stop; } Given;  // values may point into [start, stop) of a workspace
-
-// The addresses of tensors. Tensors of bytes are workspaces and have room for at least one address.
-static int look_at(PyObject *tensors, Given *given) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
-    Given *g = given + i;
-    Described d;
-    g->tensor = PyTuple_GET_ITEM(tensors, i);
-    if (!address_of(g->tensor, &g->start)) return 0;
-    g->stop = g->start;
-    if (!is_plain(g->tensor)) continue;
-    if (exchange->describe(g->tensor, &d)) return 0;
-    if (d.dtype.code != 1 || d.dtype.bits != 8) continue;
-    uint64_t bytes = 1;
-    for (int32_t axis = 0; axis < d.axes; axis++) bytes *= (uint64_t)d.sizes[axis];
-    g->stop += bytes ? bytes : 1;
-  }
-  return 1;
-}

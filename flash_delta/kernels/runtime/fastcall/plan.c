@@ -4,9 +4,16 @@
 
 static PyObject *dtype_name, *offset_name, *start_name, *name_name, *value_name, *one;  // strings
 
+// Places in the tuple `kinds` of types, and in a Descriptor (plan.py).
+enum { LAYOUT, MEMORY, CONSTEXPR, DESCRIPTOR };
+enum { TENSOR = 0, BOX = 3, IN_SHARED_MEMORY = 4 };
+
+static int is(PyObject *value, PyObject *kinds, Py_ssize_t kind) {
+  return (PyObject *)Py_TYPE(value) == PyTuple_GET_ITEM(kinds, kind);
+}
+
 static int is_layout(PyObject *value, PyObject *kinds) {
-  PyObject *type = (PyObject *)Py_TYPE(value);
-  return type == PyTuple_GET_ITEM(kinds, 0) || type == PyTuple_GET_ITEM(kinds, 1);
+  return is(value, kinds, LAYOUT) || is(value, kinds, MEMORY);
 }
 
 // Appends an object that is owned here. NULL means that there was an error.
@@ -33,11 +40,21 @@ static PyObject *fact_of_layout(PyObject *value, int rule) {
   return fact;
 }
 
+// The layout in shared memory is one of a few objects that live as long as their module.
+static PyObject *fact_of_descriptor(PyObject *value) {
+  PyObject *dtype = PyObject_GetAttr(PyTuple_GET_ITEM(value, TENSOR), dtype_name), *fact = NULL;
+  PyObject *layout = PyLong_FromVoidPtr(PyTuple_GET_ITEM(value, IN_SHARED_MEMORY));
+  if (dtype && layout) fact = PyTuple_Pack(3, dtype, PyTuple_GET_ITEM(value, BOX), layout);
+  Py_XDECREF(dtype);
+  Py_XDECREF(layout);
+  return fact;
+}
+
 static int put_fact(PyObject *value, int rule, PyObject *kinds, PyObject *seen) {
   if (PyLong_CheckExact(value)) return append(seen, fact_of_number(value, rule));
   if (is_layout(value, kinds)) return append(seen, fact_of_layout(value, rule));
-  if ((PyObject *)Py_TYPE(value) == PyTuple_GET_ITEM(kinds, 2))
-    return append(seen, PyObject_GetAttr(value, value_name));
+  if (is(value, kinds, DESCRIPTOR)) return append(seen, fact_of_descriptor(value));
+  if (is(value, kinds, CONSTEXPR)) return append(seen, PyObject_GetAttr(value, value_name));
   if (!PyTuple_CheckExact(value)) return append(seen, Py_NewRef(Py_TYPE(value)));
   const Py_ssize_t count = PyTuple_GET_SIZE(value);
   if (!append(seen, PyLong_FromSsize_t(count))) return 0;
@@ -48,7 +65,7 @@ static int put_fact(PyObject *value, int rule, PyObject *kinds, PyObject *seen) 
 
 PyDoc_STRVAR(facts_doc, "facts(arguments, rules, kinds, seen): appends to the list `seen` what Triton compiles for.\n\n"
                         "rules: a byte for each parameter; bit 0: the value 1 matters, bit 1: multiples of 16 do.\n"
-                        "kinds: the types (Layout, Memory, constexpr).");
+                        "kinds: the types (Layout, Memory, constexpr, Descriptor).");
 static PyObject *facts(PyObject *self, PyObject *args) {
   PyObject *arguments, *kinds, *seen;
   const char *rules;
@@ -87,7 +104,7 @@ static PyObject *with_places(PyObject *values, PyObject *words, PyObject *kinds)
 }
 
 PyDoc_STRVAR(places_doc, "places(arguments, words, kinds) -> the arguments, with (number of a tensor, offset) for\n"
-                         "each layout.  words: the number of each name.  kinds: as of `facts`.");
+                         "each layout. Descriptors stay.  words: the number of each name.  kinds: as of `facts`.");
 static PyObject *places(PyObject *self, PyObject *args) {
   PyObject *arguments, *words, *kinds;
   if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &arguments, &PyDict_Type, &words, &PyTuple_Type, &kinds))

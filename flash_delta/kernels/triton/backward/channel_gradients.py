@@ -38,9 +38,8 @@ from flash_delta.kernels.device.gates import (
     store_sums,
 )
 from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.plan import Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import HeadGradients, Scores
 from flash_delta.kernels.triton.backward.halved_gradients import MILD, in_parts, leading, sum_of
 from flash_delta.kernels.triton.tiles import tile
@@ -258,7 +257,7 @@ def channel_gradients(
 
 
 def run_channel_gradients(
-    c: AnyCall, scores: Scores, heads: HeadGradients, dg: Operand, dA_log: Operand | None, ddt_bias: Operand | None,
+    c: Draft, scores: Scores, heads: HeadGradients, dg: Layout, dA_log: Layout | None, ddt_bias: Layout | None,
     t: Tile | None = None,
 ) -> None:  # fmt: skip
     """Computes dg, dq and dk of every value head, and the gradients of A_log and dt_bias of every chunk, [slots, HV,

@@ -1,17 +1,15 @@
-"""Launches the kernels of the backward pass that work on single chunks after the scan of the states."""
+"""The kernels of the backward pass that work on single chunks, before and after the scans of the states."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from flash_delta.kernels.runtime.calls import AnyCall
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import (
-    Channels,
-    Factors,
     HeadGradients,
     Residual,
     Scores,
-    Solved,
     StateGradients,
 )
 from flash_delta.kernels.triton.backward.channel_gradients import run_channel_gradients
@@ -19,15 +17,29 @@ from flash_delta.kernels.triton.backward.gradients import run_gates, run_key_gra
 from flash_delta.kernels.triton.backward.halved_gradients import needs_halving, run_halved_gradients
 from flash_delta.kernels.triton.backward.key_head_gradients import run_key_head_gradients
 from flash_delta.kernels.triton.backward.pairs import run_pairs
+from flash_delta.kernels.triton.forward.plan import HANDED, run_chunks
 from flash_delta.problem import Inputs
 
+Groups = dict[type, Any]  # memory by the type of its named tuple
 
-def find_gradients(
-    c: AnyCall, solved: Solved, factors: Factors, channels: Channels, residual: Residual, chain: StateGradients,
-    scores: Scores, heads: HeadGradients, do: Any, d: Inputs,
-) -> None:  # fmt: skip
-    """``d``: where gradients go; those of A_log and dt_bias for every chunk."""
-    p, sums = c.p, (d.g, d.A_log, d.dt_bias)
+
+class Chunks(NamedTuple):
+    """What a backward pass launches before and after the scans."""
+
+    hands: tuple[type, ...]  # the groups of tensors that the kernels of ``find`` pass to each other
+    prepare: Callable[[Draft, Groups, bool], None]
+    """Computes again what the scans need. It also gets whether what `solve` writes was saved."""
+    find: Callable[[Draft, Groups, Layout, Inputs], None]
+    """Gets do, and where gradients go: of A_log and dt_bias for every chunk."""
+
+
+def prepare_again(c: Draft, memory: Groups, saved: bool) -> None:
+    run_chunks(c, *(memory[group] for group in HANDED), saved=saved)
+
+
+def find_gradients(c: Draft, memory: Groups, do: Layout, d: Inputs) -> None:
+    groups, p, sums = (*HANDED, Residual, StateGradients, Scores, HeadGradients), c.p, (d.g, d.A_log, d.dt_bias)
+    solved, factors, channels, residual, chain, scores, heads = (memory[group] for group in groups)
     run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
     if p.gate.kind == "channel":
         if p.dtype == torch.bfloat16:
@@ -40,3 +52,6 @@ def find_gradients(
     run_key_gradients(c, solved, factors, residual, chain, d, scores)
     if p.gate.kind == "scalar":
         run_gates(c, solved, scores, *sums)
+
+
+CHUNKS = Chunks((Scores, HeadGradients), prepare_again, find_gradients)

@@ -33,9 +33,8 @@ from flash_delta.kernels.device.chunk import (
 )
 from flash_delta.kernels.device.gates import head_gate_backward
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.plan import Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Factors, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.tiles import WARP, tile
 from flash_delta.problem import Inputs
@@ -267,7 +266,7 @@ def gates(
 
 
 def run_query_gradients(
-    c: AnyCall, s: Solved, f: Factors, r: Residual, do: Operand, dq: Operand, scores: Scores, t: Tile | None = None
+    c: Draft, s: Solved, f: Factors, r: Residual, do: Layout, dq: Layout, scores: Scores, t: Tile | None = None
 ) -> None:
     p, x = c.p, c.x
     pointers = (x.q, x.k, do, r.states, scores.queries, s.norms, f.rates, x.cu_seqlens, dq, scores.parts)
@@ -277,7 +276,7 @@ def run_query_gradients(
 
 
 def run_key_gradients(
-    c: AnyCall, s: Solved, f: Factors, r: Residual, chain: StateGradients, d: Inputs, scores: Scores,
+    c: Draft, s: Solved, f: Factors, r: Residual, chain: StateGradients, d: Inputs, scores: Scores,
     t: Tile | None = None,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
@@ -290,9 +289,7 @@ def run_key_gradients(
     launch_rule(c, key_gradients, pointers, (count_slots(p), p.H, 1), chosen, *scalars, follows=True)
 
 
-def run_gates(
-    c: AnyCall, s: Solved, scores: Scores, dg: Operand, dA_log: Operand | None, ddt_bias: Operand | None
-) -> None:
+def run_gates(c: Draft, s: Solved, scores: Scores, dg: Layout, dA_log: Layout | None, ddt_bias: Layout | None) -> None:
     """Computes dg, and the gradients of A_log and dt_bias of every chunk, ``[slots, HV]``, which the caller sums."""
     p, x = c.p, c.x
     pointers = (x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias)

@@ -41,9 +41,8 @@ from flash_delta.kernels.device.gates import (
     store_sums,
 )
 from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.plan import Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import HeadGradients, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.tiles import tile
 from flash_delta.problem import Problem
@@ -342,8 +341,8 @@ def needs_halving(p: Problem) -> bool:
 
 
 def run_halved_gradients(
-    c: AnyCall, s: Solved, r: Residual, chain: StateGradients, do: Operand, scores: Scores, heads: HeadGradients,
-    dg: Operand, dA_log: Operand | None, ddt_bias: Operand | None, t: Tile | None = None,
+    c: Draft, s: Solved, r: Residual, chain: StateGradients, do: Layout, scores: Scores, heads: HeadGradients,
+    dg: Layout, dA_log: Layout | None, ddt_bias: Layout | None, t: Tile | None = None,
 ) -> None:  # fmt: skip
     """Computes the same as `run_channel_gradients`. In bfloat16 it runs after that, and computes only the channels that
     were left to it."""

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, load_tile, rows_of, store_tile
 from flash_delta.kernels.runtime.arguments import launch_rule, strides
-from flash_delta.kernels.runtime.calls import AnyCall
+from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.runtime.workspace import HeadGradients, Solved
 from flash_delta.kernels.triton.backward.gradients import norm_backward
 from flash_delta.kernels.triton.tiles import HEADS
@@ -56,7 +56,7 @@ def key_head_gradients(
     store_tile(dk, strides, z.to(ty), token, stop, 0, K, C, BK)
 
 
-def run_key_head_gradients(c: AnyCall, s: Solved, heads: HeadGradients, d: Inputs) -> None:
+def run_key_head_gradients(c: Draft, s: Solved, heads: HeadGradients, d: Inputs) -> None:
     p, x = c.p, c.x
     pointers = (x.q, x.k, s.norms, x.cu_seqlens, heads.dq, heads.dk, d.q, d.k)
     scalars = p.N, p.T, strides(x.q), strides(x.k)

@@ -32,9 +32,8 @@ from flash_delta.kernels.device.chunk import (
     whole_rows,
 )
 from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.plan import Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Channels, HeadGradients, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.forward.factor import decay, load_gate
 from flash_delta.kernels.triton.tiles import tile
@@ -193,7 +192,7 @@ def pairs(
 
 
 def run_pairs(
-    c: AnyCall, ch: Channels, s: Solved, r: Residual, chain: StateGradients, do: Operand, d: Inputs, scores: Scores,
+    c: Draft, ch: Channels, s: Solved, r: Residual, chain: StateGradients, do: Layout, d: Inputs, scores: Scores,
     heads: HeadGradients, t: Tile | None = None,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x

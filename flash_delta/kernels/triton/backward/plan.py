@@ -1,5 +1,6 @@
 """Plans the backward pass of the chunkwise rule."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -7,20 +8,17 @@ import torch
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.arguments import draft_of
 from flash_delta.kernels.runtime.chip import Chip
-from flash_delta.kernels.runtime.plan import Making, Plan
+from flash_delta.kernels.runtime.plan import EVERY, Making, Plan
 from flash_delta.kernels.runtime.workspace import (
-    HeadGradients,
     Residual,
-    Scores,
     StateGradients,
     groups_in,
     make_groups,
 )
-from flash_delta.kernels.triton.backward.chunks import find_gradients
+from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks, Groups
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import new_segmented_back, run_segmented_back
 from flash_delta.kernels.triton.elementwise.total import sum_parts
-from flash_delta.kernels.triton.forward.chunks import run_chunks
 from flash_delta.kernels.triton.forward.plan import HANDED, saved_groups
 from flash_delta.kernels.triton.tiles import Segments
 from flash_delta.problem import Inputs, Problem
@@ -40,30 +38,45 @@ class Saved(NamedTuple):
 
 
 def plan_backward(
-    p: Problem, chip: Chip, x: Inputs, after: OutputGradients, given: Saved, *, choice: Segments | None = None
+    p: Problem, chip: Chip, x: Inputs, after: OutputGradients, given: Saved, *, choice: Segments | None = None,
+    chunks: Chunks = CHUNKS, made: Making | None = None,
 ) -> Plan:  # fmt: skip
     """The gradients of all inputs but the bounds. Those of A_log and dt_bias are float32: sums per head, or with a
-    decay per channel for every chunk, [slots, HV, K]. ``choice``: how sequences are split; None: they are not."""
-    c, saved = draft_of(p, chip, x, choice), {}
+    decay per channel for every chunk, [slots, HV, K]. ``choice``: how sequences are split; None: they are not.
+    ``made``: copies of ``x`` and ``after``."""
+    c, memory = draft_of(p, chip, x, choice, made), Groups()
     d, parts = make_gradients(c.made, p, x)
     if given.saved is not None:
-        saved = dict(zip(saved_groups(p), groups_in(given.saved, p, *saved_groups(p)), strict=True))
-    own = [group for group in (*HANDED, Residual, StateGradients, Scores, HeadGradients) if group not in saved]
-    groups = saved | dict(zip(own, make_groups(c.made, p, *own), strict=True))
-    solved, factors, channels, residual, chain = (groups[g] for g in (*HANDED, Residual, StateGradients))
-    recompute = Residual not in saved
+        memory |= zip(saved_groups(p), groups_in(given.saved, p, *saved_groups(p)), strict=True)
+    saved, recompute = bool(memory), Residual not in memory
+    own = [group for group in (*HANDED, Residual, StateGradients, *chunks.hands) if group not in memory]
+    memory |= zip(own, make_groups(c.made, p, *own), strict=True)
+    solved, factors, channels, residual, chain = (memory[g] for g in (*HANDED, Residual, StateGradients))
     if recompute:
-        run_chunks(c, solved, factors, channels, saved=bool(saved))
+        chunks.prepare(c, memory, saved)
     operands = (c, channels, solved, factors, residual, after.do, after.dfinal, chain, d.initial_state)
     if choice is None or c.every:
         run_scan_backward(*operands, recompute=recompute)
     split = new_segmented_back(p, None if c.every else choice, c.made)
     run_segmented_back(*operands, split, recompute=recompute)
-    scores, heads, of_chunks = groups[Scores], groups[HeadGradients], d._replace(**parts)
-    find_gradients(c, solved, factors, channels, residual, chain, scores, heads, after.do, of_chunks)
+    chunks.find(c, memory, after.do, d._replace(**parts))
     for name, t in parts.items():
         c.steps.append(sum_parts(t, getattr(d, name)))
     return c.plan(*d[:9])
+
+
+def plan_usual_backward(
+    p: Problem, chip: Chip, x: Inputs, plan: Callable[..., Plan] = plan_backward, kept: Callable[[Any], Any] = Saved,
+    saved_bytes: int | None = None, choice: Any = EVERY,
+) -> Plan:  # fmt: skip
+    """The backward pass of most calls: nobody uses the final states, and the gradient of o has no gaps. ``plan``,
+    ``kept``: of the backend, whose forward pass saves so many bytes. By default for all sizes, and then it is never
+    run, but compiled together with the forward pass."""
+    outer = Making()
+    do = outer.new("do", (p.B, p.T, p.HV, p.V), p.dtype)
+    saved = None if saved_bytes is None else outer.new("saved", (saved_bytes,), torch.uint8)
+    found = plan(p, chip, x, OutputGradients(do, None), kept(saved), choice=choice)
+    return found._replace(memory=(*found.memory, *outer))
 
 
 def make_gradients(made: Making, p: Problem, x: Inputs) -> tuple[Inputs, dict[str, Any]]:

@@ -36,9 +36,8 @@ from flash_delta.kernels.device.chunk import (
     whole_rows,
 )
 from flash_delta.kernels.runtime.arguments import columns, launch_rule, state_unit, states, strides
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.plan import Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients
 from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
 from flash_delta.kernels.triton.forward.scan import find_tokens, load_rates, load_state, scan, store_state
@@ -154,8 +153,8 @@ def scan_backward(
 
 
 def run_scan_backward(
-    c: AnyCall, ch: Channels, s: Solved, f: Factors, r: Residual, do: Operand, dfinal: Operand | None,
-    chain: StateGradients, dinitial: Operand | None, *choice: Tile, recompute: bool,
+    c: Draft, ch: Channels, s: Solved, f: Factors, r: Residual, do: Layout, dfinal: Layout | None,
+    chain: StateGradients, dinitial: Layout | None, *choice: Tile, recompute: bool,
 ) -> None:  # fmt: skip
     """``recompute``: additional programs also write ``r``."""
     p, x = c.p, c.x
@@ -169,7 +168,7 @@ def run_scan_backward(
 
 
 def launch_scan_backward(
-    c: AnyCall, ch: Channels, s: Solved, f: Factors, do: Operand, ends: tuple[Operand | None, ...],
+    c: Draft, ch: Channels, s: Solved, f: Factors, do: Layout, ends: tuple[Layout | None, ...],
     strides_of: tuple[Any, ...], t: Tile, scans: int, length: int, *, follows: bool, **constants: bool,
 ) -> None:  # fmt: skip
     """``ends``: the tensors from ``initial_state`` to ``dinitial``. ``strides_of``: the strides of the first two and of

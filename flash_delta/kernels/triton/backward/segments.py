@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from flash_delta.kernels.device.chunk import count_slots
 from flash_delta.kernels.runtime.arguments import states
-from flash_delta.kernels.runtime.calls import AnyCall
-from flash_delta.kernels.runtime.plan import Making, Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients
 from flash_delta.kernels.triton.backward.scan_backward import launch_scan_backward
 from flash_delta.kernels.triton.forward.segments import (
@@ -41,20 +40,15 @@ class SegmentedBack(NamedTuple):
     ends: Any  # [slots, HV, V, K] float32: the gradient that comes into a segment from the right
 
 
-def new_segmented_back(p: Problem, split: Segments | None, made: Making | None = None) -> SegmentedBack | None:
+def new_segmented_back(p: Problem, split: Segments | None, made: Making) -> SegmentedBack | None:
     """The memory of a backward pass in segments, as of `new_segmented_scan`."""
     scan = new_segmented_scan(p, split, made)
     return scan and SegmentedBack(scan, *(new_states(p, split, p.V, made, name) for name in ("D", "ends")))
 
 
-def memory_of(w: SegmentedBack | None) -> tuple[Operand, ...]:
-    """Returns the memory of the segments in one tuple."""
-    return () if w is None else (w.scan.maps, w.scan.starts, w.D, w.ends)
-
-
 def run_segmented_back(
-    c: AnyCall, ch: Channels, s: Solved, f: Factors, r: Residual, do: Operand, dfinal: Operand | None,
-    chain: StateGradients, dinitial: Operand | None, w: SegmentedBack | None, *, recompute: bool,
+    c: Draft, ch: Channels, s: Solved, f: Factors, r: Residual, do: Layout, dfinal: Layout | None,
+    chain: StateGradients, dinitial: Layout | None, w: SegmentedBack | None, *, recompute: bool,
 ) -> None:  # fmt: skip
     """Does the same as `run_scan_backward`. Without ``w`` it does nothing. While compiling it compiles everything that
     calls of other sizes may launch, for any ``w``."""
@@ -71,7 +65,7 @@ def run_segmented_back(
 
 
 def run_ends(
-    c: AnyCall, ch: Channels, s: Solved, f: Factors, do: Operand, dfinal: Operand | None, w: SegmentedBack
+    c: Draft, ch: Channels, s: Solved, f: Factors, do: Layout, dfinal: Layout | None, w: SegmentedBack
 ) -> None:
     p, length = c.p, w.scan.split.length
     ends, own = (None, dfinal, *NOTHING, w.D), (states(p, None), states(p, dfinal), by_value(w.D))
@@ -83,8 +77,8 @@ def run_ends(
 
 
 def run_segments_back(
-    c: AnyCall, ch: Channels, s: Solved, f: Factors, r: Residual, do: Operand, chain: StateGradients,
-    dinitial: Operand | None, w: SegmentedBack, *, recompute: bool,
+    c: Draft, ch: Channels, s: Solved, f: Factors, r: Residual, do: Layout, chain: StateGradients,
+    dinitial: Layout | None, w: SegmentedBack, *, recompute: bool,
 ) -> None:  # fmt: skip
     p, length = c.p, w.scan.split.length
     ends = (w.scan.starts, w.ends, *r, *chain, dinitial)

@@ -36,7 +36,7 @@ import triton.language as tl
 from flash_delta.kernels.device.chunk import count_slots, find_chunk, lead, load_block, load_tile, pitch, rows_of
 from flash_delta.kernels.device.gates import BITS, channel_log_decay, channel_parameters, living
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
-from flash_delta.kernels.runtime.calls import AnyCall
+from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.forward.solve import cumulate
 from flash_delta.kernels.triton.tiles import tile
@@ -343,7 +343,7 @@ def channel(
         )  # fmt: skip
 
 
-def run_channel(c: AnyCall, s: Solved, ch: Channels) -> None:
+def run_channel(c: Draft, s: Solved, ch: Channels) -> None:
     """Launches the kernel. It also writes the strengths and norms in ``s``, which otherwise `solve` writes."""
     p, x = c.p, c.x
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *ch, s.vectors, s.norms)

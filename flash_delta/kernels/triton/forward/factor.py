@@ -20,8 +20,8 @@ import triton.language as tl
 
 from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_tile, pitch, rows_of
 from flash_delta.kernels.runtime.arguments import launch_rule, strides
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
+from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.runtime.workspace import Factors, Solved
 from flash_delta.kernels.triton.forward.products import dither, times_inverse, unit_of
 from flash_delta.kernels.triton.forward.solve import MOST
@@ -126,7 +126,7 @@ def factor(
         tl.store(X + (head * C + i[:, None]) * KP + c[None, :], x.to(ty), mask=(c < KP)[None, :])
 
 
-def run_factor(c: AnyCall, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
+def run_factor(c: Draft, s: Solved, f: Factors, t: Tile | None = None, *, follows: bool = True) -> None:
     """``follows``: the launch before it belongs to the same call."""
     p, x = c.p, c.x
     launch_rule(

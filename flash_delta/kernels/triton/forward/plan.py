@@ -8,7 +8,7 @@ import torch
 
 from flash_delta.kernels.runtime.arguments import draft_of
 from flash_delta.kernels.runtime.chip import Chip
-from flash_delta.kernels.runtime.plan import Plan
+from flash_delta.kernels.runtime.plan import Draft, Plan
 from flash_delta.kernels.runtime.workspace import (
     Channels,
     Factors,
@@ -18,9 +18,11 @@ from flash_delta.kernels.runtime.workspace import (
     groups_in,
     make_groups,
 )
-from flash_delta.kernels.triton.forward.chunks import run_chunks
+from flash_delta.kernels.triton.forward.channel import run_channel
+from flash_delta.kernels.triton.forward.factor import run_factor
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
+from flash_delta.kernels.triton.forward.solve import run_solve
 from flash_delta.kernels.triton.tiles import Segments
 from flash_delta.problem import Inputs, Problem
 
@@ -56,3 +58,13 @@ def plan_forward(p: Problem, chip: Chip, x: Inputs, *, choice: Segments | None =
 def saved_groups(p: Problem) -> tuple[type, ...]:
     """What the forward pass saves: the results of `solve`, and with ``disable_recompute`` everything."""
     return (*HANDED, Residual) if p.disable_recompute else (Solved,)
+
+
+def run_chunks(c: Draft, solved: Solved, factors: Factors, channels: Channels, *, saved: bool = False) -> None:
+    """``saved``: the results of `solve` were saved."""
+    if c.p.gate.kind == "channel":
+        run_channel(c, solved, channels)
+    if not saved:
+        run_solve(c, channels, solved)
+    if c.p.gate.kind != "channel":
+        run_factor(c, solved, factors, follows=not saved)

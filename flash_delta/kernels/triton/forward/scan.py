@@ -54,9 +54,8 @@ from flash_delta.kernels.runtime.arguments import (
     strides,
     table,
 )
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.plan import Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
 from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
 from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, scan_launches, scan_operands
@@ -373,7 +372,7 @@ def scan(
 
 
 def run_scan(
-    c: AnyCall, ch: Channels, s: Solved, f: Factors, o: Operand, final: Operand | None, r: Residual | None,
+    c: Draft, ch: Channels, s: Solved, f: Factors, o: Layout, final: Layout | None, r: Residual | None,
     *choice: Tile, slots: Slots | None = None,
 ) -> None:  # fmt: skip
     """Launches scan and output. ``r``: tensors to write for the backward pass. ``slots``: those of a pool."""

@@ -5,9 +5,8 @@ from math import prod
 from typing import Any
 
 from flash_delta.kernels.runtime.arguments import columns, fits_tma, short, unit
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, Chip, Tile
-from flash_delta.kernels.runtime.plan import Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch, pool_launches, prompts_at_most
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
 from flash_delta.kernels.triton.tiles import scan_tiles
@@ -71,7 +70,7 @@ def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
     return most
 
 
-def copies(c: AnyCall, t: Tile, *values: Operand) -> dict[str, bool]:
+def copies(c: Draft, t: Tile, *values: Layout) -> dict[str, bool]:
     """Whether the copy engine moves tensors of the workspace, and tensors of the caller: keys and ``values``.
 
     If rows have to be loaded number by number, it moves nothing: addresses of such loads leave it too few registers.
@@ -80,17 +79,17 @@ def copies(c: AnyCall, t: Tile, *values: Operand) -> dict[str, bool]:
     return {"TMA": t.tma and wide(given), "GIVEN_TMA": t.tma and fits_tma(c.p, *given)}
 
 
-def wide(given: Iterable[Operand]) -> bool:
+def wide(given: Iterable[Layout]) -> bool:
     """Whether 8 bytes of 16-bit rows can be loaded at once."""
     return all(unit(t) >= 4 for t in given)
 
 
-def scan_operands(c: AnyCall, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:
+def scan_operands(c: Draft, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:
     """The tensors that a scan reads for every chunk."""
     return (*readers(c, ch), c.x.v, c.x.cu_seqlens, s.A, *maps(ch, f), ch.gamma)
 
 
-def readers(c: AnyCall, ch: Channels) -> tuple[Any, Any]:
+def readers(c: Draft, ch: Channels) -> tuple[Any, Any]:
     """The tensors that read and erase, as arguments of the scans."""
     return (c.x.q, c.keys) if c.p.gate.kind != "channel" else (ch.Qg, ch.Kg)
 
@@ -100,6 +99,6 @@ def maps(ch: Channels, f: Factors) -> tuple[Any, Any, Any]:
     return tuple(f) if ch.P is None else (ch.Kd, ch.P, ch.rates)
 
 
-def outside(p: Problem, x: Inputs) -> tuple[Operand, ...]:
+def outside(p: Problem, x: Inputs) -> tuple[Layout, ...]:
     """The tensors of ``readers`` that come from the caller."""
     return (x.q, x.k if x.p is None else x.p) if p.gate.kind != "channel" else ()

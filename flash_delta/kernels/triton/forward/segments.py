@@ -23,9 +23,8 @@ import triton.language as tl
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow
 from flash_delta.kernels.runtime.arguments import columns, launch_rule, states, strides
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile, precision
-from flash_delta.kernels.runtime.plan import Making, Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
 from flash_delta.kernels.triton.forward.scan import load_state, scan, store_state
 from flash_delta.kernels.triton.forward.scan_launches import copies, scan_operands
@@ -86,25 +85,21 @@ class SegmentedScan(NamedTuple):
     starts: Any  # [slots, HV, V, K] float32
 
 
-def new_segmented_scan(p: Problem, split: Segments | None, made: Making | None = None) -> SegmentedScan | None:
-    """The memory of a scan in segments, in a plan or for a call that is not planned. None if sequences are not
-    split."""
+def new_segmented_scan(p: Problem, split: Segments | None, made: Making) -> SegmentedScan | None:
+    """The memory of a scan in segments. None if sequences are not split."""
     if split is None:
         return None
     maps, starts = (new_states(p, split, rows, made, name) for rows, name in ((p.V + p.K, "maps"), (p.V, "starts")))
     return SegmentedScan(split, maps, starts)
 
 
-def new_states(p: Problem, split: Segments, rows: int, made: Making | None, name: str) -> Any:
+def new_states(p: Problem, split: Segments, rows: int, made: Making, name: str) -> Layout:
     """Memory for a matrix of every segment [slots, HV, rows, K]."""
-    shape = count_slots(p, split.length), p.HV, rows, p.K
-    if made is None:
-        return torch.empty(shape, dtype=torch.float32, device=p.device)
-    return made.new(name, shape, torch.float32)
+    return made.new(name, (count_slots(p, split.length), p.HV, rows, p.K), torch.float32)
 
 
 def run_segmented_scan(
-    c: AnyCall, ch: Channels, s: Solved, f: Factors, o: Operand, final: Operand, w: SegmentedScan | None
+    c: Draft, ch: Channels, s: Solved, f: Factors, o: Layout, final: Layout, w: SegmentedScan | None
 ) -> None:
     """Does the same as `run_scan`, for a call that saves nothing and has no pool. Without ``w`` it does nothing.
 
@@ -118,18 +113,18 @@ def run_segmented_scan(
         run_segments(c, ch, s, f, o, final, w)
 
 
-def run_maps(c: AnyCall, ch: Channels, s: Solved, f: Factors, w: SegmentedScan, *, follows: bool = True) -> None:
+def run_maps(c: Draft, ch: Channels, s: Solved, f: Factors, w: SegmentedScan, *, follows: bool = True) -> None:
     initial = c.x.initial_state
     pointers = (*scan_operands(c, ch, s, f), initial, None, w.maps, *NOTHING)
     _run_scan(c, w, pointers, w.split.maps, initial, by_value(w.maps), output=False, follows=follows)
 
 
-def run_compose(c: AnyCall, w: SegmentedScan) -> None:
+def run_compose(c: Draft, w: SegmentedScan) -> None:
     compose_states(c, w, w.maps, w.starts, c.x.initial_state, back=False)
 
 
 def compose_states(
-    c: AnyCall, w: SegmentedScan, values: Operand, starts: Operand, initial: Operand | None, *, back: bool
+    c: Draft, w: SegmentedScan, values: Layout, starts: Layout, initial: Layout | None, *, back: bool
 ) -> None:
     p, t = c.p, w.split.compose
     pointers = values, w.maps, starts, c.x.cu_seqlens, initial
@@ -140,14 +135,14 @@ def compose_states(
     )  # fmt: skip
 
 
-def run_segments(c: AnyCall, ch: Channels, s: Solved, f: Factors, o: Operand, final: Operand, w: SegmentedScan) -> None:
+def run_segments(c: Draft, ch: Channels, s: Solved, f: Factors, o: Layout, final: Layout, w: SegmentedScan) -> None:
     pointers = (*scan_operands(c, ch, s, f), w.starts, o, final, *NOTHING)
     for t in segment_tiles(c.p, c.chip) if c.every else (w.split.scan,):
         _run_scan(c, w, pointers, t, None, states(c.p, final), output=True, follows=True)
 
 
 def _run_scan(
-    c: AnyCall, w: SegmentedScan, pointers: tuple, t: Tile, initial: Operand | None, final: tuple[int, ...], *,
+    c: Draft, w: SegmentedScan, pointers: tuple, t: Tile, initial: Layout | None, final: tuple[int, ...], *,
     output: bool, follows: bool,
 ) -> None:  # fmt: skip
     """Launches a scan of segments. For maps it starts from ``initial``. For outputs it starts from the states of

@@ -38,7 +38,7 @@ from flash_delta.kernels.device.chunk import (
 )
 from flash_delta.kernels.device.gates import head_log_decay, head_parameters
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
-from flash_delta.kernels.runtime.calls import AnyCall
+from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.tiles import WARP
 
@@ -310,7 +310,7 @@ def solve(
             store_block(a, product(A32, W21, product(A33, W31, zero, PRODUCTS), PRODUCTS), 3, 1, C, CHANNEL)
 
 
-def run_solve(c: AnyCall, ch: Channels, s: Solved) -> None:
+def run_solve(c: Draft, ch: Channels, s: Solved) -> None:
     p, x = c.p, c.x
     pointers = (x.q, x.k, c.keys, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, ch.L, *s)
     launch_rule(

@@ -35,9 +35,8 @@ import triton.language as tl
 from flash_delta.kernels.device.chunk import bounds, follow
 from flash_delta.kernels.device.slots import as_slot, find_state, load_index, load_slot
 from flash_delta.kernels.runtime.arguments import columns, launch_rule, short, states, table
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.plan import Layout, Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
 from flash_delta.kernels.triton.tiles import decode_tiles
 from flash_delta.problem import Problem, Slots
@@ -217,7 +216,7 @@ def decode(
             tl.debug_barrier()  # threads of a later token load what threads of this one stored
 
 
-def run_decode(c: AnyCall, s: Slots, o: Operand, choice: Tile | None = None, *, after: bool = False) -> None:
+def run_decode(c: Draft, s: Slots, o: Layout, choice: Tile | None = None, *, after: bool = False) -> None:
     """Launches `decode`. In a prefill, rows are sequences. ``after``: the convolution is launched before. Products and
     sums are not fused, since the compiler's choice would depend on the other code."""
     p, x, pools, apart = c.p, c.x, c.p.pools, s.write_pool is not None
@@ -257,7 +256,7 @@ def rows_of(s: Slots) -> tuple[int, ...]:
     return *read, accepted[0], *write, *parents, has[0]
 
 
-def token_stride(pool: Operand | Layout | None, axes: int) -> int | None:
+def token_stride(pool: Layout | Layout | None, axes: int) -> int | None:
     """The stride between tokens in a row of a pool. None if the pool has slots, which hold one state or window."""
     return None if pool is None or pool.dim() == axes else pool.stride(1)
 
@@ -274,7 +273,7 @@ def unit(row: int, token: int, one: bool) -> int:
     return gcd(row, 0 if one else token, 16)
 
 
-def counted(t: Operand | Layout | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:
+def counted(t: Layout | Layout | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:
     """Strides of (row, token) in units, and of (unit, head, channel)."""
     if t is None:
         return (0, 0), (0, 0, 0)

@@ -18,7 +18,7 @@ import triton.language as tl
 from flash_delta.kernels.device.chunk import bounds
 from flash_delta.kernels.device.slots import load_slot
 from flash_delta.kernels.runtime.arguments import columns, launch_rule, states, table
-from flash_delta.kernels.runtime.calls import AnyCall
+from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
 from flash_delta.kernels.triton.serving.decode import counted, load_state, state_at, tile_of
 from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
@@ -87,7 +87,7 @@ def scan_to_offset(
     tl.store(state_at(tile, slot, slot_stride), S.to(pool.dtype.element_ty), mask=inside)
 
 
-def run_scan_to_offset(c: AnyCall, s: Slots, *, before: bool) -> None:
+def run_scan_to_offset(c: Draft, s: Slots, *, before: bool) -> None:
     """Launches it before the other kernels of a call, or after them. The tiles are those of `decode`, since the sums
     are the same."""
     p, x = c.p, c.x

@@ -16,10 +16,8 @@ Padding tokens become zeros. Nothing reads q, k and v of tokens that belong to n
 stays 0 for any gate.
 """
 
-from math import prod
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -27,9 +25,8 @@ from flash_delta.kernels.device.activation import sigmoid
 from flash_delta.kernels.device.chunk import bounds, find_slot, follow
 from flash_delta.kernels.device.slots import load_slot
 from flash_delta.kernels.runtime.arguments import checkpoint_table, count_checkpoints, launch_rule, table, tokens
-from flash_delta.kernels.runtime.calls import AnyCall
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.plan import Layout, Making, Operand
+from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.kernels.triton.elementwise.convolution import (
     Cut,
     choose_cut,
@@ -276,19 +273,12 @@ def sizes_of(p: Problem) -> tuple[tuple[int, int], ...]:
     return (p.H, p.K), (p.H, p.K), (p.HV, p.V)
 
 
-def convolved_bytes(p: Problem) -> int:
-    """The bytes of q, k and v after the convolution, if there is one. For decoding they are float32."""
-    width = torch.float32.itemsize if p.recurrent else p.dtype.itemsize
-    sizes = sizes_of(p) if p.pools.taps else ()
-    return sum(-(-p.B * p.T * prod(size) * width // 256) * 256 for size in sizes)
-
-
 def with_convolved(x: Inputs, convolved: tuple[Any, ...]) -> Inputs:
     """The inputs of the rule, with q, k and v after the convolution."""
     return x._replace(**dict(zip("qkv", convolved, strict=True))) if convolved else x
 
 
-def run_before(c: AnyCall, s: Slots, around: Around, convolved: tuple[Any, ...]) -> AnyCall:
+def run_before(c: Draft, s: Slots, around: Around, convolved: tuple[Any, ...]) -> Draft:
     """Launches the convolution, if there is one. Returns the call of the rule, without convolution and norm."""
     p, x = c.p, c.x
     if convolved:
@@ -305,7 +295,7 @@ def run_before(c: AnyCall, s: Slots, around: Around, convolved: tuple[Any, ...])
     return c._replace(p=bare, x=with_convolved(x, convolved))
 
 
-def run_after(c: AnyCall, s: Slots, around: Around, o: Operand) -> None:
+def run_after(c: Draft, s: Slots, around: Around, o: Layout) -> None:
     """Launches the kernel for the norm and for writing windows, if there is a norm or a convolution."""
     p, pools, x = c.p, c.p.pools, c.x
     if not pools.taps and pools.eps is None:
@@ -327,7 +317,7 @@ def run_after(c: AnyCall, s: Slots, around: Around, o: Operand) -> None:
     )  # fmt: skip
 
 
-def cut_of_prompts(c: AnyCall) -> tuple[Cut, int]:
+def cut_of_prompts(c: Draft) -> tuple[Cut, int]:
     """How the convolution is divided, and the number of blocks of channels of q, k and v."""
     p = c.p
     widths = [heads * width for heads, width in sizes_of(p)]

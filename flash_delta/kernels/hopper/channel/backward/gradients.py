@@ -31,7 +31,6 @@ Tiles wait in the memory of dS1, R and L (parking.py). So the kernel asks for th
 from collections import namedtuple
 from math import log2
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -61,9 +60,9 @@ from flash_delta.kernels.hopper.device.layouts import BOX, FLOAT_BOX, FLOATS, RA
 from flash_delta.kernels.hopper.device.rings import barriers, load_box
 from flash_delta.kernels.hopper.device.segment_bounds import Chunk, find_segment, load_bound
 from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, strides
-from flash_delta.kernels.runtime.arguments import constants_of, state_unit
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.hopper.plans.tiles import CHUNK_BACK
+from flash_delta.kernels.runtime.arguments import launch_rule, state_unit
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Channels, DeepChunks, Residual, Solved, StateGradients
 from flash_delta.problem import Inputs
 
@@ -379,7 +378,7 @@ def chunk_back(
 
 
 def run_chunk_back(
-    c: Call, ch: Channels, s: Solved, r: Residual, chain: StateGradients, deep: DeepChunks, do: Tensor, d: Inputs, *,
+    c: Draft, ch: Channels, s: Solved, r: Residual, chain: StateGradients, deep: DeepChunks, do: Layout, d: Inputs, *,
     rest: bool,
 ) -> None:  # fmt: skip
     """Launches `chunk_back` for all of ``d`` except the initial state's gradient. Those of A_log and dt_bias are per
@@ -396,5 +395,5 @@ def run_chunk_back(
         x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.HV, p.scale, SHIFT.value - log2(state_unit(p)),
         p.gate.bound or 0.0, p.beta_range,
     )  # fmt: skip
-    constants, programs = constants_of(c, chunk_back, arguments, DEEP=rest), min(items, c.chip.processors)
-    launch_described(c, chunk_back, DescribedPlan((programs,), arguments, constants), num_warps=8)
+    programs = min(items, c.chip.processors)
+    launch_rule(c, chunk_back, arguments, (programs, 1, 1), CHUNK_BACK, DEEP=rest, follows=True)

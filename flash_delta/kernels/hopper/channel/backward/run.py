@@ -1,8 +1,10 @@
 """The backward pass with a decay per key channel: for which calls `chunk_back` computes the gradients of chunks."""
 
+from typing import Any
+
 from flash_delta.kernels.hopper.channel.backward.gradients import run_chunk_back
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.workspace import Workspace
+from flash_delta.kernels.runtime.plan import Draft, Layout
+from flash_delta.kernels.runtime.workspace import Channels, DeepChunks, Residual, Solved, StateGradients
 from flash_delta.problem import Inputs, Problem
 
 LOWEST = -5.0  # nats: fifteen tokens fall by no more than MILD (blocks.py)
@@ -17,10 +19,10 @@ def unsupported(p: Problem) -> str | None:
     return None
 
 
-def find_gradients(c: Call, memory: tuple[Workspace, ...], d: Inputs) -> None:
+def find_gradients(c: Draft, memory: dict[type, Any], do: Layout, d: Inputs) -> None:
     """Launches `chunk_back`, and once more if chunks may be left."""
-    solved, _, channels, residual, chain, deep = (group for w in memory for group in w.views())
-    given = c, channels, solved, residual, chain, deep, c.more[0], d
+    groups = (Channels, Solved, Residual, StateGradients, DeepChunks)
+    given = c, *(memory[group] for group in groups), do, d
     run_chunk_back(*given, rest=False)
     if c.p.gate.bound is None:
         run_chunk_back(*given, rest=True)

@@ -12,7 +12,6 @@ get zeros, also in dv. In other chunks `scan_gradients` has written dv.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_tile, rows_of, store_row, store_tile
 from flash_delta.kernels.hopper.plans.tiles import FINISH, SUM_HEADS
@@ -31,7 +30,7 @@ from flash_delta.kernels.hopper.scalar.backward.memory import (
 )
 from flash_delta.kernels.hopper.scalar.forward.rates import TINY
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
-from flash_delta.kernels.runtime.calls import Call
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.triton.backward.gradients import norm_backward, store_gate
 from flash_delta.problem import Inputs
 
@@ -139,7 +138,7 @@ def finish(
         store_gate(sums, given, row, hv, head, token, stop, T, all_strides, HV, C, RAW_GATE, HAS_BIAS)
 
 
-def run_finish(c: Call, gates: Gates, norms: Tensor | None, parts: GradientLines, d: Inputs) -> None:
+def run_finish(c: Draft, gates: Gates, norms: Layout | None, parts: GradientLines, d: Inputs) -> None:
     p, x, slots = c.p, c.x, count_slots(c.p)
     pointers = (
         x.g, x.A_log, x.dt_bias, *gates, parts.lines, x.cu_seqlens, d.v, d.g, d.beta, d.A_log,

@@ -4,14 +4,14 @@ from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from flash_delta.kernels.device.chunk import C, count_slots
 from flash_delta.kernels.hopper.plans.tape import Tape, new_tape
-from flash_delta.kernels.hopper.plans.tiles import RETRACE_PACE, SCAN_GRADIENTS_PACE, Pace, backward_needs_tape
+from flash_delta.kernels.hopper.plans.tiles import RETRACE_PACE, SCAN_GRADIENTS_PACE, backward_needs_tape
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates
 from flash_delta.kernels.runtime.chip import Chip
+from flash_delta.kernels.runtime.plan import Layout, Making
 from flash_delta.problem import Problem
 
 # The lines of `GradientLines.lines` for one chunk and value head, 64 float32 numbers each. Except in THROUGH these are
@@ -38,16 +38,16 @@ def count_lines(V: int) -> int:
 class Gates(NamedTuple):
     """What `rates` computes for this pass (scalar/forward/rates.py)."""
 
-    rates: Tensor  # [slots * HV * 2, 4 C] float32
+    rates: Layout  # [slots * HV * 2, 4 C] float32
     decays: Any  # [slots, HV, C] float32: log decays; None without a raw gate
 
 
 class GradientLines(NamedTuple):
     """What `scan_gradients` leaves for `sum_heads` and `finish`."""
 
-    dq: Tensor  # [B, T, HV, K]: of every value head, and not yet taken back through a norm
-    dk: Tensor  # [B, T, HV, K]
-    lines: Tensor  # [slots, HV, lines, C] float32
+    dq: Layout  # [B, T, HV, K]: of every value head, and not yet taken back through a norm
+    dk: Layout  # [B, T, HV, K]
+    lines: Layout  # [slots, HV, lines, C] float32
 
 
 class Tapes(NamedTuple):
@@ -57,6 +57,16 @@ class Tapes(NamedTuple):
     gradients: Tape | None  # of `run_scan_gradients`, on which every item begins with its last chunk
 
 
+class Taped(NamedTuple):
+    """Which of these scans have a tape."""
+
+    trace: bool
+    gradients: bool
+
+
+NO_TAPES = Taped(trace=False, gradients=False)
+
+
 class Ends(NamedTuple):
     """Gradients of the states at the bounds of segments, [slots of segments, HV, V, K] float32."""
 
@@ -64,29 +74,35 @@ class Ends(NamedTuple):
     ends: Any  # at the end of a segment
 
 
-def new_gates(p: Problem) -> Gates:
-    decays = torch.empty(count_slots(p), p.HV, C, dtype=torch.float32, device=p.device) if p.gate.raw else None
-    return Gates(new_rates(p), decays)
+def new_gates(made: Making, p: Problem) -> Gates:
+    decays = made.new("decays", (count_slots(p), p.HV, C), torch.float32) if p.gate.raw else None
+    return Gates(new_rates(made, p), decays)
 
 
-def new_parts(p: Problem) -> GradientLines:
-    dq, dk = (torch.empty(p.B, p.T, p.HV, p.K, dtype=p.dtype, device=p.device) for _ in range(2))
-    lines = torch.empty(count_slots(p), p.HV, count_lines(p.V), C, dtype=torch.float32, device=p.device)
+def new_lines(made: Making, p: Problem) -> GradientLines:
+    dq, dk = (made.new(f"{name} of value heads", (p.B, p.T, p.HV, p.K), p.dtype) for name in ("dq", "dk"))
+    lines = made.new("lines", (count_slots(p), p.HV, count_lines(p.V), C), torch.float32)
     return GradientLines(dq, dk, lines)
 
 
-def new_tapes(p: Problem, chip: Chip) -> Tapes:
+def choose_tapes(p: Problem, chip: Chip) -> Taped:
+    """Which scans of whole sequences have a tape."""
+    programs = min(p.N * p.HV, chip.processors)
+    trace, gradients = (backward_needs_tape(p, programs, pace[p.K]) for pace in (RETRACE_PACE, SCAN_GRADIENTS_PACE))
+    return Taped(trace and not p.disable_recompute, gradients)
+
+
+def new_tapes(made: Making, p: Problem, chip: Chip, taped: Taped) -> Tapes:
     """Memory for the tapes of whole sequences."""
+    programs, paces = min(p.N * p.HV, chip.processors), (RETRACE_PACE, SCAN_GRADIENTS_PACE)
+    return Tapes(*(
+        new_tape(made, p, programs, pace[p.K], name=f"tape of {name}") if yes else None
+        for name, pace, yes in zip(Taped._fields, paces, taped, strict=True)
+    ))  # fmt: skip
 
-    def tape(pace: Pace) -> Tape | None:
-        programs = min(p.N * p.HV, chip.processors)
-        return new_tape(p, programs, pace) if backward_needs_tape(p, programs, pace) else None
 
-    return Tapes(None if p.disable_recompute else tape(RETRACE_PACE[p.K]), tape(SCAN_GRADIENTS_PACE[p.K]))
-
-
-def new_ends(p: Problem, length: int | None) -> Ends:
+def new_ends(made: Making, p: Problem, length: int | None) -> Ends:
     if length is None:
         return Ends(None, None)
     shape = count_slots(p, length), p.HV, p.V, p.K
-    return Ends(*(torch.empty(*shape, dtype=torch.float32, device=p.device) for _ in range(2)))
+    return Ends(*(made.new(name, shape, torch.float32) for name in ("D", "ends")))

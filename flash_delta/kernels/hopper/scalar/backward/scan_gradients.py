@@ -32,7 +32,6 @@ Barriers, and who completes them:
     g_done      the gradient role, or without it the state groups: P and L may be overwritten
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -49,15 +48,14 @@ from flash_delta.kernels.hopper.device.segment_bounds import count_left, find_ch
 from flash_delta.kernels.hopper.device.work_items import Work, enter, find_pieces, find_run
 from flash_delta.kernels.hopper.plans import boxes
 from flash_delta.kernels.hopper.plans.tape import Tape
-from flash_delta.kernels.hopper.plans.tiles import FIND_ENDS, FINE_SCAN_GRADIENTS, SCAN_GRADIENTS
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, FIND_ENDS, FINE_SCAN_GRADIENTS, SCAN_GRADIENTS
 from flash_delta.kernels.hopper.scalar.backward.gradient_role import gradient_role
 from flash_delta.kernels.hopper.scalar.backward.memory import BackBarriers, GradientLines, count_lines
 from flash_delta.kernels.hopper.scalar.backward.state_role import state_role
 from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan
 from flash_delta.kernels.hopper.scalar.segments.roles import StateDescriptors
-from flash_delta.kernels.runtime.arguments import constants_of
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.arguments import launch_rule
+from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Trace
 from flash_delta.problem import Inputs
 
@@ -191,7 +189,7 @@ def scan_gradients(
 
 
 def run_scan_gradients(
-    c: Call, rates: Tensor, w: SegmentedScan, trace: Trace, do: Tensor, after: Tensor | None, ends: Tensor | None,
+    c: Draft, rates: Layout, w: SegmentedScan, trace: Trace, do: Layout, after: Layout | None, ends: Layout | None,
     parts: GradientLines, d: Inputs, tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """Launches `scan_gradients` for all gradients. ``after``: the gradient of the final states. ``ends``: the gradient
@@ -208,7 +206,7 @@ def run_scan_gradients(
     _run(c, rates, w, do, given, tape, ENDS=ends is not None, GRADIENTS=True, **registers)
 
 
-def run_find_ends(c: Call, rates: Tensor, w: SegmentedScan, do: Tensor, after: Tensor | None, D: Tensor) -> None:
+def run_find_ends(c: Draft, rates: Layout, w: SegmentedScan, do: Layout, after: Layout | None, D: Layout) -> None:
     """Launches `scan_gradients` for ``D``, the gradient of the state at the start of every segment except the first.
     For it the gradient at the segment's end is taken as zero, or in the last segment as ``after``."""
     state = None if after is None else boxes.states(c.p, after)
@@ -217,7 +215,7 @@ def run_find_ends(c: Call, rates: Tensor, w: SegmentedScan, do: Tensor, after: T
 
 
 def _run(
-    c: Call, rates: Tensor, w: SegmentedScan, do: Tensor, given: tuple, tape: Tape | None, **constants: int
+    c: Draft, rates: Layout, w: SegmentedScan, do: Layout, given: tuple, tape: Tape | None, **constants: int
 ) -> None:
     """``given``: descriptors of S0, U, dq, dk, dv, and of the states' gradients at the end and at the start; what
     programs hand over, and the table of the ``tape``; lines."""
@@ -227,7 +225,8 @@ def _run(
         q, k, out, boxes.inverses(w.A), *given[:2], boxes.lines(rates), *given[2:], rates, x.cu_seqlens, w.length,
         p.N, p.T, *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
     )  # fmt: skip
-    own = {"LINES": count_lines(p.V), "FINE": fine(p), "TAPED": tape is not None}
-    constants = constants_of(c, scan_gradients, arguments, **own, **constants)
     programs = count_slots(p, w.length) * p.HV if tape is None else tape.programs
-    launch_described(c, scan_gradients, DescribedPlan((programs, 1), arguments, constants))
+    launch_rule(
+        c, scan_gradients, arguments, (programs, 1, 1), BY_HAND, LINES=count_lines(p.V), FINE=fine(p),
+        TAPED=tape is not None, follows=True, **constants,
+    )  # fmt: skip

@@ -28,9 +28,7 @@ kernel (C7512, see ``flash-delta-dev compile``).
 """
 
 from collections.abc import Iterable
-from itertools import product
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -64,15 +62,14 @@ from flash_delta.kernels.hopper.plans.boxes import (
     states,
     strides,
 )
-from flash_delta.kernels.hopper.plans.tape import Tape, new_tape, run_lay_tape
-from flash_delta.kernels.hopper.plans.tiles import NARROW, LoopTile, Pace, count_programs, pool_loops
+from flash_delta.kernels.hopper.plans.tape import Tape, run_lay_tape
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, NARROW, LoopTile, count_programs, pool_loops
 from flash_delta.kernels.hopper.scalar.forward.factor_role import factor_role
 from flash_delta.kernels.hopper.scalar.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts
 from flash_delta.kernels.hopper.scalar.segments.roles import Barriers, StateDescriptors
-from flash_delta.kernels.runtime.arguments import batch, constants_of, tokens
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
+from flash_delta.kernels.runtime.arguments import batch, launch_rule, tokens
+from flash_delta.kernels.runtime.plan import Descriptor, Draft, Layout
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.runtime.workspace import Trace
 from flash_delta.problem import Slots
@@ -288,8 +285,8 @@ def forward_loop(
 
 
 def run_pool_loops(
-    c: Call, o: Tensor, rates: Tensor, prompts: Tensor, tape: Tape, parts: PromptParts | None, slots: Slots,
-    final: Tensor, *choice: LoopTile,
+    c: Draft, o: Layout, rates: Layout, prompts: Layout, tape: Tape, parts: PromptParts | None, slots: Slots,
+    final: Layout, *choice: LoopTile,
 ) -> None:  # fmt: skip
     """Launches the loop for sequences that the device lists, once for every tile that their number may select. States
     are read from ``slots.state_pool``, or are zeros, and written to ``final``: the same pool, or a slot for each
@@ -305,30 +302,29 @@ def run_pool_loops(
 
 
 def run_loop(
-    c: Call, o: Tensor, final: Tensor, rates: Tensor | None, A: Tensor | None, *tiles: LoopTile,
+    c: Draft, o: Layout, final: Layout, rates: Layout | None, A: Layout | None, *tiles: LoopTile,
     trace: Trace | None = None, tape: Tape | None = None,
 ) -> None:  # fmt: skip
     """Launches the loop with each of the ``tiles``. There is at most one program per multiprocessor and block of value
     columns. A program scans several states. Without ``rates`` the loop makes them. ``A`` and ``trace`` are written for
     the backward pass. The ``tape`` is laid first."""
     p, initial = c.p, c.x.initial_state
-    launches = [PoolLaunch(t, p.N) for t in tiles]
-    tapes = (None, new_tape(p, 1, Pace(1))) if c.every else (tape,)
-    if tapes[-1] is not None:
-        run_lay_tape(c, tapes[-1], follows=rates is not None)
+    if tape is not None:
+        run_lay_tape(c, tape, follows=rates is not None)
     ends = states(p, final if initial is None else initial), states(p, final)
     stored = (None if A is None else inverses(A), *saved(trace), *ends)
-    _run(c, o, rates, product(launches, tapes), stored, (None, None, *checkpoints.NONE), initial=initial is not None)
+    launches = [(PoolLaunch(t, p.N), tape) for t in tiles]
+    _run(c, o, rates, launches, stored, (None, None, *checkpoints.NONE), initial=initial is not None)
 
 
 def _run(
-    c: Call, o: Tensor, rates: Tensor | None, launches: Iterable[tuple[PoolLaunch, Tape | None]], stored: tuple,
+    c: Draft, o: Layout, rates: Layout | None, launches: Iterable[tuple[PoolLaunch, Tape | None]], stored: tuple,
     on_pool: tuple, *, initial: bool, handed: Descriptor | None = None,
 ) -> None:  # fmt: skip
     """``launches``: each with its tape. ``stored``: descriptors of A, of what is saved of chunks, and of the first and
     final states. ``on_pool``: the arguments for a pool: ``prompts``, ``parts``, ``checkpoints``, ``offsets``, and six
     numbers from ``slots`` on. ``handed``: of the states that parts start from, if there are parts."""
-    p, x, plans = c.p, c.x, []
+    p, x = c.p, c.x
     q, k, box, lines_of = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)
     gates = (x.g, x.beta, o) if rates is None else (None, None, None)
     numbers = *map(batch, gates[:2]), *map(tokens, gates[:2]), p.scale
@@ -338,12 +334,9 @@ def _run(
             *on_pool[:4], p.N * p.HV, p.T, least, most, *on_pool[4:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates,
             *numbers,
         )  # fmt: skip
-        constants = constants_of(
-            c, forward_loop, arguments, INITIAL=initial, SAVE=stored[1] is not None,
-            FINE=fine(p), TAPED=tape is not None, GROUPS=t.groups, FACTORS=t.factors, NS=t.slots, NV=t.values,
-            NX=t.maps, NO=t.outputs, REGISTERS=t.registers,
-        )  # fmt: skip
         programs = count_programs(p, c.chip, t, sequences) if tape is None else tape.programs
-        grid = programs, p.V // (64 * t.groups)
-        plans.append(DescribedPlan(grid, arguments, constants))
-    launch_described(c, forward_loop, *plans, launch_pdl=rates is not None)
+        launch_rule(
+            c, forward_loop, arguments, (programs, p.V // (64 * t.groups), 1), BY_HAND, INITIAL=initial,
+            SAVE=stored[1] is not None, FINE=fine(p), TAPED=tape is not None, GROUPS=t.groups, FACTORS=t.factors,
+            NS=t.slots, NV=t.values, NX=t.maps, NO=t.outputs, REGISTERS=t.registers, follows=rates is not None,
+        )  # fmt: skip

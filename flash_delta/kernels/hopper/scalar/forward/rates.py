@@ -35,7 +35,6 @@ Grid (slots, HV / HEADS). A program has HEADS value heads; with a norm they are 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flash_delta.kernels.device.activation import strength
 from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
@@ -46,8 +45,8 @@ from flash_delta.kernels.hopper.plans.tape import Tape, lay, most_programs
 from flash_delta.kernels.hopper.plans.tiles import RATES, RATES_OF_ROWS
 from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, table, tokens
-from flash_delta.kernels.runtime.calls import Call
 from flash_delta.kernels.runtime.chip import next_power_of_2
+from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.kernels.runtime.workspace import ForBackward
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
@@ -150,13 +149,13 @@ def rates(
 NO_SLOTS = Slots(None, None)
 
 
-def new_rates(p: Problem) -> Tensor:
+def new_rates(made: Making, p: Problem) -> Layout:
     """Memory for what `rates` writes, four vectors per line."""
-    return torch.empty(count_slots(p) * p.HV * 2, 4 * C, dtype=torch.float32, device=p.device)
+    return made.new("rates", (count_slots(p) * p.HV * 2, 4 * C), torch.float32)
 
 
 def run_rates(
-    c: Call, o: Tensor, out: Tensor, saved: ForBackward | None = None, prompts: Tensor | None = None,
+    c: Draft, o: Layout, out: Layout, saved: ForBackward | None = None, prompts: Layout | None = None,
     slots: Slots = NO_SLOTS, tape: Tape | None = None, parts: PromptParts | None = None,
 ) -> None:  # fmt: skip
     """Launches `rates`. ``saved``: what the backward pass needs. ``prompts``, ``tape``, ``parts``: on a pool with
@@ -166,14 +165,15 @@ def run_rates(
     _run(c, (prompts, slots, tables, tape, parts), written, DIVIDES=saved is not None, BACK=False)
 
 
-def run_rates_back(c: Call, out: Tensor, norms: Tensor | None, decays: Tensor | None) -> None:
+def run_rates_back(c: Draft, out: Layout, norms: Layout | None, decays: Layout | None) -> None:
     """Launches `rates` for the backward pass by hand. ``norms``: as the forward pass has left them."""
     _run(c, (None, NO_SLOTS, (None,) * 3, None, None), (None, out, norms, decays), DIVIDES=True, BACK=True)
 
 
-def _run(c: Call, on_pool: tuple, written: tuple[Tensor | None, ...], **form: bool) -> None:
+def _run(c: Draft, on_pool: tuple, written: tuple[Layout | None, ...], **form: bool) -> None:
     p, x, (prompts, slots, tables, tape, parts) = c.p, c.x, on_pool
-    count, null = 0 if slots.state_pool is None else len(slots.state_pool), -1 if p.pools is None else p.pools.null_slot
+    count = 0 if slots.state_pool is None else slots.state_pool.shape[0]
+    null = -1 if p.pools is None else p.pools.null_slot
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
     of_tape, numbers = ((None, None), (0,) * len(OF_TAPE)) if tape is None else ((tape.table, tape.marks), tape.numbers)
     listed, cut, room = (None, (0, 0, 0), 0) if parts is None else (parts.listed, tuple(parts.cut), parts.starts)

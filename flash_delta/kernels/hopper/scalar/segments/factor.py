@@ -7,7 +7,6 @@ Grid (slots, HV / members): a program takes ``members`` value heads, which share
 
 from math import gcd
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,9 +29,8 @@ from flash_delta.kernels.hopper.device.segment_bounds import find_segment, part_
 from flash_delta.kernels.hopper.plans.boxes import inverses, lines, ragged, token_stride
 from flash_delta.kernels.hopper.plans.tiles import FACTOR, FACTOR_PROGRAMS, MEMBERS
 from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts, SegmentedScan
-from flash_delta.kernels.runtime.arguments import constants_of
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, launch_described
+from flash_delta.kernels.runtime.arguments import launch_rule
+from flash_delta.kernels.runtime.plan import Draft, Layout
 
 
 @gluon.jit
@@ -127,7 +125,7 @@ def factor_chunks(
     tma.store_wait(0)
 
 
-def run_factor_chunks(c: Call, rates: Tensor, w: SegmentedScan | PromptParts) -> None:
+def run_factor_chunks(c: Draft, rates: Layout, w: SegmentedScan | PromptParts) -> None:
     p, x = c.p, c.x
     group, slots = p.HV // p.H, count_slots(p)
     members = gcd(group, MEMBERS)
@@ -139,5 +137,4 @@ def run_factor_chunks(c: Call, rates: Tensor, w: SegmentedScan | PromptParts) ->
         ragged(x.k, p.K), lines(rates), inverses(w.A), x.cu_seqlens, parts, p.N, p.T, slots, token_stride(x.k),
         (x.k.stride(2),), p.HV, group, members, cut,
     )  # fmt: skip
-    constants = constants_of(c, factor_chunks, arguments, FINE=fine(p))
-    launch_described(c, factor_chunks, DescribedPlan((programs, p.HV // members), arguments, constants), **FACTOR)
+    launch_rule(c, factor_chunks, arguments, (programs, p.HV // members, 1), FACTOR, FINE=fine(p), follows=True)

@@ -21,7 +21,6 @@ products. Its error is 2^-16. The scan itself rounds to 2^-9.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -45,13 +44,12 @@ from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state
 from flash_delta.kernels.hopper.device.work_items import Work
 from flash_delta.kernels.hopper.plans.boxes import inverses, lines, pool, ragged, rows, squares, states, strides
 from flash_delta.kernels.hopper.plans.tape import Tape
-from flash_delta.kernels.hopper.plans.tiles import MAPS, compose_tile
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, MAPS, compose_tile
 from flash_delta.kernels.hopper.scalar.segments.cut import MOST_PARTS
 from flash_delta.kernels.hopper.scalar.segments.factor import run_factor_chunks
 from flash_delta.kernels.hopper.scalar.segments.memory import HALF, PromptParts, SegmentedScan
 from flash_delta.kernels.runtime import arguments
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
+from flash_delta.kernels.runtime.plan import Descriptor, Draft, Layout
 from flash_delta.kernels.triton.forward.scan import load_state as load_rows
 from flash_delta.kernels.triton.forward.scan import store_state as store_rows
 from flash_delta.problem import Slots
@@ -290,14 +288,14 @@ def compose_starts(
         store_rows(handed, strides, S, s + i + 1, before + hv, d, c, V, K)
 
 
-def run_find_maps(c: Call, rates: Tensor, w: SegmentedScan) -> None:
+def run_find_maps(c: Draft, rates: Layout, w: SegmentedScan) -> None:
     initial, started = (w.B, False) if c.x.initial_state is None else (c.x.initial_state, True)
     slots, given = count_slots(c.p, w.length), (states(c.p, initial), rows(w.B))
     _find_maps(c, rates, w, given, (None, None, w.length), slots, INITIAL=started)
 
 
 def run_find_starts(
-    c: Call, rates: Tensor, prompts: Tensor, tape: Tape, w: PromptParts, slots: Slots, final: Tensor
+    c: Draft, rates: Layout, prompts: Layout, tape: Tape, w: PromptParts, slots: Slots, final: Layout
 ) -> None:
     """Finds the state that every part of a prompt starts from. ``slots``, ``final``: as `run_pool_loops` takes them."""
     p, lists = c.p, (prompts, w.listed)
@@ -312,7 +310,7 @@ def run_find_starts(
 
 
 def _find_maps(
-    c: Call, rates: Tensor, w: SegmentedScan | PromptParts, given: tuple[Descriptor, Descriptor], listed: tuple,
+    c: Draft, rates: Layout, w: SegmentedScan | PromptParts, given: tuple[Descriptor, Descriptor], listed: tuple,
     count: int, **own: bool,
 ) -> None:  # fmt: skip
     """``given``: of the first states, and of where B goes. ``listed``: two lists of prompts, or the tokens of a
@@ -322,15 +320,16 @@ def _find_maps(
         ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), *given, squares(w.Phi), rates, x.cu_seqlens,
         *listed, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = arguments.constants_of(c, find_maps, values, FINE=fine(p), **own, **MAPS)
-    launch_described(c, find_maps, DescribedPlan((count * p.HV, 2), values, constants))
+    arguments.launch_rule(
+        c, find_maps, values, (count * p.HV, 2, 1), BY_HAND, FINE=fine(p), follows=True, **own, **MAPS
+    )
 
 
-def run_compose_maps(c: Call, w: SegmentedScan) -> None:
+def run_compose_maps(c: Draft, w: SegmentedScan) -> None:
     _compose(c, w.B, w.Phi, w.starts, w.length, c.x.initial_state, back=False)
 
 
-def run_compose_back(c: Call, w: SegmentedScan, D: Tensor, ends: Tensor, dfinal: Tensor | None) -> None:
+def run_compose_back(c: Draft, w: SegmentedScan, D: Layout, ends: Layout, dfinal: Layout | None) -> None:
     """Computes ``ends``, the gradient of the state at the end of every segment. ``D``: the gradient that
     `scan_gradients` computes at a segment's start if the gradient at its end is zero, or is ``dfinal`` in a sequence's
     last segment."""
@@ -338,7 +337,7 @@ def run_compose_back(c: Call, w: SegmentedScan, D: Tensor, ends: Tensor, dfinal:
 
 
 def _compose(
-    c: Call, B: Tensor, Phi: Tensor, starts: Tensor, length: int, initial: Tensor | None, *, back: bool
+    c: Draft, B: Layout, Phi: Layout, starts: Layout, length: int, initial: Layout | None, *, back: bool
 ) -> None:
     p, tile = c.p, compose_tile(c.p, c.chip)
     pointers, grid = (B, Phi, starts, c.x.cu_seqlens, initial), (p.V // tile.BV, p.HV, p.N)

@@ -21,7 +21,6 @@ and U again with this kernel (`run_retrace`). Then there is neither q nor O, and
 share whole sequences (plans/tape.py). Nothing is saved of heads of 256.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -46,12 +45,11 @@ from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state
 from flash_delta.kernels.hopper.device.work_items import Work, enter, find_pieces, find_run
 from flash_delta.kernels.hopper.plans.boxes import handed_by, inverses, lines, ragged, rows, saved, states, strides
 from flash_delta.kernels.hopper.plans.tape import Tape
-from flash_delta.kernels.hopper.plans.tiles import RETRACE, SEGMENT_SCANS
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, RETRACE, SEGMENT_SCANS
 from flash_delta.kernels.hopper.scalar.segments.memory import HALF, SegmentedScan
 from flash_delta.kernels.hopper.scalar.segments.roles import Barriers, StateDescriptors
-from flash_delta.kernels.runtime.arguments import constants_of
-from flash_delta.kernels.runtime.calls import Call
-from flash_delta.kernels.runtime.descriptors import DescribedPlan, Descriptor, launch_described
+from flash_delta.kernels.runtime.arguments import launch_rule
+from flash_delta.kernels.runtime.plan import Descriptor, Draft, Layout
 from flash_delta.kernels.runtime.workspace import Trace
 
 
@@ -265,18 +263,18 @@ def scan_segments(
     end_barriers((full, done), pfull, sbar, sbar2)
 
 
-def run_scan_segments(c: Call, o: Tensor, final: Tensor, rates: Tensor, w: SegmentedScan, trace: Trace | None) -> None:
+def run_scan_segments(c: Draft, o: Layout, final: Layout, rates: Layout, w: SegmentedScan, trace: Trace | None) -> None:
     ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
     _run(c, rates, w, trace, *ends, None, **SEGMENT_SCANS[c.p.K])
 
 
-def run_retrace(c: Call, rates: Tensor, w: SegmentedScan, trace: Trace, tape: Tape | None = None) -> None:
+def run_retrace(c: Draft, rates: Layout, w: SegmentedScan, trace: Trace, tape: Tape | None = None) -> None:
     """Computes the states and U of chunks again, for the backward pass."""
     _run(c, rates, w, trace, None, None, None, tape, **RETRACE)
 
 
 def _run(
-    c: Call, rates: Tensor, w: SegmentedScan, trace: Trace | None, q: Descriptor | None, o: Descriptor | None,
+    c: Draft, rates: Layout, w: SegmentedScan, trace: Trace | None, q: Descriptor | None, o: Descriptor | None,
     final: Descriptor | None, tape: Tape | None, **constants: int,
 ) -> None:  # fmt: skip
     p, x = c.p, c.x
@@ -288,11 +286,10 @@ def _run(
         q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), o, *saved(trace), starts, final,
         *handed_by(tape), x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v), p.HV // p.H, p.HV,
     )  # fmt: skip
-    constants = constants_of(
-        c, scan_segments, arguments, GROUPS=groups, INITIAL=w.starts is not None or x.initial_state is not None,
-        START_V_FIRST=w.starts is not None or p.state_v_first, SAVE=trace is not None, FINE=fine(p),
-        TAPED=tape is not None, **constants,
-    )  # fmt: skip
     programs = count_slots(p, w.length) * p.HV if tape is None else tape.programs
-    plan = DescribedPlan((programs, p.V // (HALF * groups)), arguments, constants)
-    launch_described(c, scan_segments, plan)
+    launch_rule(
+        c, scan_segments, arguments, (programs, p.V // (HALF * groups), 1), BY_HAND, GROUPS=groups,
+        INITIAL=w.starts is not None or x.initial_state is not None,
+        START_V_FIRST=w.starts is not None or p.state_v_first, SAVE=trace is not None, FINE=fine(p),
+        TAPED=tape is not None, follows=True, **constants,
+    )  # fmt: skip
