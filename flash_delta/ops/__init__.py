@@ -52,7 +52,9 @@ __all__ = [
 ]
 
 
-def explain(op: Callable[..., Any], /, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+def explain(
+    op: Callable[..., Any], /, *args: Any, backend: str | None = None, launches: bool = False, **kwargs: Any
+) -> Explanation:  # fmt: skip
     """Tell which backend the call ``op(*args, **kwargs)`` would take, and why not the others. The call does not run.
 
     The arguments are checked as in a real call. Tensors may be on the meta device. To see a line for each backend,
@@ -61,12 +63,16 @@ def explain(op: Callable[..., Any], /, *args: Any, backend: str | None = None, *
     Args:
         op: one of the delta rule ops of this module: ``chunk_*``, ``fused_recurrent_*``, ``decode_*`` or ``prefill_*``.
         backend: as given to the op. Default None.
+        launches: also tell which kernels the call would launch. Tensors on the meta device then count as on the current
+            GPU, if there is one. Default False.
         args: the op's arguments.
         kwargs: the op's arguments by name.
 
     Returns:
         An :class:`Explanation`. Its ``backend`` is the name, or None if the call would be refused. Its ``reasons`` has
-        a reason for each backend. Its ``problem`` describes the call.
+        a reason for each backend. Its ``problem`` describes the call. Its ``launches`` has a line for each kernel of
+        "forward", "backward", "decode" or "prefill": the grid and the numbers of its tile. The backward pass is that of
+        most calls: nobody uses the final states. A backend that launches PyTorch's kernels has no such lines.
 
     Raises:
         ValueError: as the op, for arguments that no backend takes; and if ``op`` is none of these.
@@ -82,4 +88,4 @@ def explain(op: Callable[..., Any], /, *args: Any, backend: str | None = None, *
     name = getattr(op, "__name__", repr(op))
     if globals().get(name) is not unwrap(op) or not {"q", "backend"} <= signature(op).parameters.keys():
         raise ValueError(f"explain: op: expected one of the delta rule ops of flash_delta, got {name}")
-    return op(*args, backend=Explain(backend), **kwargs)
+    return op(*args, backend=Explain(backend, launches), **kwargs)

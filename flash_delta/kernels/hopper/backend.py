@@ -27,7 +27,7 @@ from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.channel import plan as channel
 from flash_delta.kernels.hopper.channel import prefill as channel_prefill
 from flash_delta.kernels.hopper.device.inverse_tiles import fine
-from flash_delta.kernels.hopper.plans.columns import as_heads, joined
+from flash_delta.kernels.hopper.plans.columns import as_heads, joined, layouts_as_heads
 from flash_delta.kernels.hopper.plans.lost import check_states
 from flash_delta.kernels.hopper.plans.padding import padded, pads
 from flash_delta.kernels.hopper.plans.tiles import WHOLE
@@ -131,7 +131,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     check_states(p.op)
-    if p.gate.kind != "channel" and p.V != p.K and not pads(p):
+    if _splits_values(p):
         return joined(p, forward(*as_heads(p, x), known))
     if p.N * p.T == 0:
         return _nothing(p, x)
@@ -143,6 +143,11 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         choose, later = scalar.choose_forward, scalar_backward.plan_usual_backward
         o, final, saved, maps = run(scalar.plan_forward, p, x, choose=choose, known=known, later=later)
     return Outputs(o, final, () if saved is None else (saved,), planned=() if maps is None else (maps,))
+
+
+def _splits_values(p: Problem) -> bool:
+    """Whether a head runs as several, each with some of its value columns."""
+    return p.gate.kind != "channel" and p.V != p.K and not pads(p)
 
 
 def _nothing(p: Problem, x: Inputs) -> Outputs:
@@ -188,21 +193,12 @@ def plans(p: Problem, x: Inputs, *on_pool: tuple) -> dict[str, Plan]:
     """The plans of a call, by name. Only layouts of tensors matter."""
     if p.N * p.T == 0:
         return triton.plans(p, x, *on_pool) if on_pool else {}
-    if p.gate.kind != "channel" and p.V != p.K and not pads(p) and not on_pool:
-        p, x = as_heads(
-            p,
-            x._make(
-                [
-                    None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-                    for t in x
-                ]
-            ),
-        )
     chip, (x, *on_pool) = chip_of(p.device), map(layouts_of, (x, *on_pool))
     if on_pool:
         return {"prefill": _plan_of_prompts(p)(p, chip, x, *on_pool)}
     own = channel if p.gate.kind == "channel" else scalar
-    found = {"forward": own.plan_forward(p, chip, x, choice=own.choose_forward(p, chip))}
+    run_as, given = layouts_as_heads(p, x) if _splits_values(p) else (p, x)
+    found = {"forward": own.plan_forward(run_as, chip, given, choice=own.choose_forward(run_as, chip))}
     if p.gate.kind == "channel" and p.needs_grad:
         found["backward"] = channel.plan_usual_backward(p, chip, x, plan_back(p, chip))
     elif scalar_backward.goes_back(p):

@@ -4,8 +4,12 @@ The columns of a state do not depend on each other. The n heads have the same ke
 itself. Values and outputs are views with other shapes. Gates and initial states are small, and are copied.
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
+from flash_delta.kernels.runtime.plan import layouts_of
 from flash_delta.problem import Inputs, Outputs, Problem
 
 
@@ -25,6 +29,13 @@ def as_heads(p: Problem, x: Inputs) -> tuple[Problem, Inputs]:
         initial_state=state,
     )
     return p._replace(HV=p.HV * n, V=p.K, state_v_first=True, needs_grad=False), heads
+
+
+def layouts_as_heads(p: Problem, x: Inputs) -> tuple[Problem, Inputs]:
+    """The same for layouts."""
+    new = partial(torch.empty_strided, device="meta")
+    p, heads = as_heads(p, x._make([None if t is None else new(t.shape, t.stride(), dtype=t.dtype) for t in x]))
+    return p, layouts_of(heads)
 
 
 def joined(p: Problem, out: Outputs) -> Outputs:
