@@ -1,4 +1,4 @@
-"""Calls on several streams at once, and calls of very many sequences, which only a GPU can show."""
+"""Calls on several streams at once, on a second GPU, and of very many sequences, which only a GPU can show."""
 
 import threading
 from functools import partial
@@ -21,17 +21,17 @@ HOPPER = torch.cuda.get_device_capability()[0] == 9
 BACKENDS = ["triton", *(["hopper"] if HOPPER else [])]
 STREAMS, ROUNDS = 8, 5
 DELAY = 20_000_000  # clock cycles, in which the host queues a round
-HEADS = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": torch.bfloat16, "device": "cuda"}
+HEADS = {"H": 2, "HV": 4, "K": 128, "V": 128, "dtype": torch.bfloat16}
 
 
-def training(member, backend, seed):
+def training(member, backend, seed, device="cuda"):
     w = Workload("streams", "training", member, 2, 2, 2, 300)
-    x = make_tensors(w, "cuda", seed)
+    x = make_tensors(w, device, seed)
     return partial(run_workload, w, x, output_gradient(x), backend)
 
 
-def prefill(kind, backend, seed):
-    x = make_prefill(kind, (300, 4, 70), seed=seed, **HEADS)
+def prefill(kind, backend, seed, device="cuda"):
+    x = make_prefill(kind, (300, 4, 70), seed=seed, **HEADS, device=device)
 
     def call():
         pool = x["state_pool"].clone()
@@ -40,8 +40,8 @@ def prefill(kind, backend, seed):
     return call
 
 
-def decode(kind, backend, seed):
-    x = make_call(kind, B=8, T=1, slots=9, seed=seed, **HEADS)
+def decode(kind, backend, seed, device="cuda"):
+    x = make_call(kind, B=8, T=1, slots=9, seed=seed, **HEADS, device=device)
 
     def call():
         pool = x["state_pool"].clone()
@@ -51,9 +51,9 @@ def decode(kind, backend, seed):
     return call
 
 
-def around(seed):
-    gen = torch.Generator("cuda").manual_seed(seed)
-    x, w = (torch.randn(shape, generator=gen, device="cuda") for shape in ((2, 300, 512), (512, 4)))
+def around(seed, device="cuda"):
+    gen = torch.Generator(device).manual_seed(seed)
+    x, w = (torch.randn(shape, generator=gen, device=device) for shape in ((2, 300, 512), (512, 4)))
     return lambda: {"norm": rms_norm(x, w[:, 0], 1e-5), "convolution": causal_conv1d(x, w)[0]}
 
 
@@ -93,10 +93,23 @@ def test_eight_streams_at_once(kind, threads):
             assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", KINDS_OF_CALLS)
+def test_a_second_gpu(kind):
+    """The first one is current. New and known calls give the same bits on both, in turns."""
+    calls = [KINDS_OF_CALLS[kind](seed=0, device=f"cuda:{number}") for number in (0, 1)]
+    want, *found = [{name: t.cpu() for name, t in call().items()} for call in (*calls, *calls, *calls)]
+    for got in found:
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert torch.cuda.current_device() == 0
+
+
 @pytest.mark.parametrize("kind", ["gdn-raw", "kda-bounded"])
 def test_two_streams_share_a_pool(kind):
     """One decodes, the other runs prompts, each on its own slots."""
-    steps, prompts = make_call(kind, B=4, T=1, slots=16, **HEADS), make_prefill(kind, (300, 4), slots=16, **HEADS)
+    steps = make_call(kind, B=4, T=1, slots=16, **HEADS, device="cuda")
+    prompts = make_prefill(kind, (300, 4), slots=16, **HEADS, device="cuda")
     steps |= {"write_indices": steps["read_indices"]}  # slots 0 to 3
     prompts |= {"read_indices": prompts["read_indices"] + 8, "write_indices": prompts["read_indices"] + 8}
 

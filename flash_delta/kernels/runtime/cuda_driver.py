@@ -29,9 +29,7 @@ LETTERS = {  # letters of `struct`, by Triton's names of types
     "fp32": "f", "fp64": "d", "constexpr": "x",
 }  # fmt: skip
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread that has not used CUDA yet has none
-
-
-_thread = local()
+_thread = local()  # it has `has_context` once `ensure_context` has looked
 
 
 class Kernel(NamedTuple):

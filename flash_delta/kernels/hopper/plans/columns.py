@@ -32,7 +32,7 @@ def as_heads(p: Problem, x: Inputs) -> tuple[Problem, Inputs]:
 
 
 def layouts_as_heads(p: Problem, x: Inputs) -> tuple[Problem, Inputs]:
-    """The same for layouts."""
+    """Returns what `as_heads` returns, as layouts."""
     new = partial(torch.empty_strided, device="meta")
     p, heads = as_heads(p, x._make([None if t is None else new(t.shape, t.stride(), dtype=t.dtype) for t in x]))
     return p, layouts_of(heads)
