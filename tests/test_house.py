@@ -73,7 +73,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 36_717, "workshop": 6_014, "tests": 32_684}
+LINES = {"flash_delta": 36_712, "workshop": 6_014, "tests": 32_691}
 
 
 def room(path: Path) -> str:
@@ -165,18 +165,21 @@ def test_budgets_of_c():
 
 MEMORIES = {"run.compiled", "run.calls_that_compiled"}  # and the launches in a `KnownCall`, which is no module's
 FACTS = {  # remembered of kernels, chips and sizes: nothing in them depends on a call's tensors
-    "chip._chip", "cuda_driver._driven", "cuda_driver.kernel_of", "cuda_driver.library", "launch.several_devices",
-    "run._specializations", "workspace._layout",
+    "chip._chip", "cuda_driver._driven", "cuda_driver._thread", "cuda_driver.kernel_of", "cuda_driver.library",
+    "launch.several_devices", "run._specializations", "workspace._layout",
 }  # fmt: skip
 
 
+GROWS = r"\{\}$|\[\]$|(\w+\.)*(set|dict|list|local|deque|\w*dict|\w*Dict|\w*Dictionary|Counter|Remembered)\("
+
+
 def kept_in_modules(folder: Path) -> Iterator[str]:
-    """The empty lists, dictionaries and sets of modules, which may grow, and the functions with a cache."""
+    """What grows in modules: empty lists, dictionaries and sets, and functions with a cache."""
     for path in folder.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if "cache" in "".join(map(ast.unparse, getattr(node, "decorator_list", []))):
                 yield f"{path.stem}.{node.name}"
-            elif getattr(node, "value", None) and ast.unparse(node.value) in ("{}", "[]", "set()", "dict()", "list()"):
+            elif getattr(node, "value", None) and re.match(GROWS, ast.unparse(node.value)):
                 target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
                 yield f"{path.stem}.{ast.unparse(target)}"
 

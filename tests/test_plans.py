@@ -24,7 +24,6 @@ from flash_delta.kernels.runtime.plan import (
     Plan,
     Step,
     contiguous,
-    laid_out,
     layout_of,
     layouts_of,
     row_stride,
@@ -43,6 +42,11 @@ from flash_delta.kernels.triton.tiles import plan_back, plan_segments
 from flash_delta.problem import ConvolutionProblem, Convolved, Gate, Inputs, KnownCall, Normalized, NormProblem, Problem
 
 H200 = Chip("sm_90", 132)
+
+
+def laid_out(shape, dtype):
+    """The layout of a contiguous tensor."""
+    return Layout(tuple(shape), contiguous(shape), dtype)
 
 
 def tensors_of(step):

@@ -15,7 +15,7 @@ from flash_delta.compiler.targets import TARGETS
 from flash_delta.kernels import require_triton
 from flash_delta.kernels.runtime.arguments import draft_of, fits_tma, strides
 from flash_delta.kernels.runtime.chip import COMPILED, Chip, Tile, family
-from flash_delta.kernels.runtime.plan import Layout, Making, laid_out, layouts_of
+from flash_delta.kernels.runtime.plan import Layout, Making, layouts_of
 from flash_delta.kernels.runtime.run import ByTriton, given_to
 from flash_delta.kernels.runtime.workspace import Factors, Residual, make_groups
 from flash_delta.kernels.triton import backend
@@ -265,7 +265,7 @@ def test_inference_keeps_no_state_per_chunk():
     """Nothing of chunks x K x V, and no chunk's values: a chunk leaves C (K + 2 C + 8) numbers a head in memory."""
     p = flash_delta.explain(flash_delta.chunk_gated_delta_rule, **arguments(), backend="triton").problem
     p = p._replace(T=8192, K=128, V=256, packed=False, N=1, needs_grad=False)
-    keys, values, gates = (laid_out((1, p.T, *of), p.dtype) for of in ((p.H, p.K), (p.HV, p.V), (p.HV,)))
+    keys, values, gates = (Making().new("", (1, p.T, *of), p.dtype) for of in ((p.H, p.K), (p.HV, p.V), (p.HV,)))
     plan = plan_forward(p, H200, layouts_of(Inputs(keys, keys, values, gates, gates)))
     assert plan.workspace_bytes == 4 * 128 * p.HV * 64 * (128 + 2 * 64 + 8)
     assert backend.empty_saved(p, None)[0].numel() == 4 * 128 * p.HV * 64 * (64 + 4)

@@ -189,11 +189,6 @@ def row_stride(shape: Sequence[int], strides: Sequence[int]) -> int | None:
     return axes[-1][1] if axes else (strides[-1] if strides else 1)
 
 
-def laid_out(shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """The layout of a contiguous tensor."""
-    return Layout(tuple(shape), contiguous(shape), dtype)
-
-
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     strides, stride = [], 1

@@ -50,8 +50,8 @@ def run_segmented_back(
     c: Draft, ch: Channels, s: Solved, f: Factors, r: Residual, do: Layout, dfinal: Layout | None,
     chain: StateGradients, dinitial: Layout | None, w: SegmentedBack | None, *, recompute: bool,
 ) -> None:  # fmt: skip
-    """Does the same as `run_scan_backward`. Without ``w`` it does nothing. While compiling it compiles everything that
-    calls of other sizes may launch, for any ``w``."""
+    """Does the same as `run_scan_backward`. Without ``w`` it does nothing. A draft for every size gets
+    all that calls of other sizes may launch, for any ``w``."""
     if c.every:
         w = new_segmented_back(c.p._replace(N=1, T=0), plan_back_endless(c.p, c.chip), c.made)
     if w is None:

@@ -103,7 +103,7 @@ def run_segmented_scan(
 ) -> None:
     """Does the same as `run_scan`, for a call that saves nothing and has no pool. Without ``w`` it does nothing.
 
-    While compiling it compiles everything that calls of other sizes may launch, for any ``w``.
+    A draft for every size gets all that calls of other sizes may launch, for any ``w``.
     """
     if c.every:
         w = new_segmented_scan(c.p._replace(N=1, T=0), plan_endless(c.p, c.chip), c.made)
