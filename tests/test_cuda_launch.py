@@ -64,7 +64,8 @@ def fake(tmp_path_factory):
     place = tmp_path_factory.mktemp("driver")
     source, library = Path(compiler.__file__).with_name("fake_cuda.c"), place / "libcuda.so.1"
     subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
-    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # and whoever asks for libcuda.so.1 finds it
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL("libcuda.so.1")  # the first of this name, which all others find, too
     with knobs.nvidia.scope(), knobs.cache.scope(), pytest.MonkeyPatch.context() as m:
         knobs.nvidia.libcuda_path, knobs.cache.dir = str(place), str(place / "cache")
         nvidia.libcuda_dirs.cache_clear()
@@ -361,6 +362,19 @@ def test_a_descriptor_that_is_refused(fake, monkeypatch):
         replay.launch(DEVICE, (q.clone(), bounds))
 
 
+def test_a_tensor_that_the_driver_does_not_describe(fake):
+    """A thread without a context, and a descriptor with other axes than the kernel's."""
+    q, bounds = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32)
+    fake.cuCtxSetCurrent(None)
+    with pytest.raises(RuntimeError, match=r"could not describe a tensor of \(640, 128\) .* \(128, 1\): error 201"):
+        replay_of(kernel(), q, bounds)
+    fake.cuCtxSetCurrent(ctypes.c_void_p(8))
+    compiled = kernel()
+    compiled.metadata = compiled.metadata._replace(tensordesc_meta=[ELEMENT | {"block_size": [1, 64, 128]}])
+    with pytest.raises(ValueError, match=r"expected sizes and strides of 3 axes, got \(640, 128\), \(128, 1\)"):
+        replay_of(compiled, q, bounds)
+
+
 def stands_in(monkeypatch, launch, replace=lambda *_: 0):
     """For the driver's functions."""
     number, pointer = ctypes.c_int, ctypes.c_void_p
@@ -370,11 +384,8 @@ def stands_in(monkeypatch, launch, replace=lambda *_: 0):
     )
     loaded.append(functions)
     others = cuda_driver.library()
-    functions.cuGetErrorString = others.cuGetErrorString
-    functions.cuDevicePrimaryCtxRetain, functions.cuCtxSetCurrent = (
-        others.cuDevicePrimaryCtxRetain,
-        others.cuCtxSetCurrent,
-    )
+    for name in ("cuGetErrorString", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuTensorMapEncodeTiled"):
+        setattr(functions, name, getattr(others, name))
     monkeypatch.setattr(cuda_driver, "library", lambda: functions)
 
 

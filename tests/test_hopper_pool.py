@@ -448,7 +448,7 @@ def test_launches_for_the_prompts_that_there_may_be():
 
 def allocated(monkeypatch, plan, groups):
     """The bytes that a call on a GPU allocates: for results and copies, and at once for all other memory."""
-    monkeypatch.setattr(Replay, "__init__", lambda launches, steps, tensors, spare: setattr(launches, "size", spare[0]))
+    monkeypatch.setattr(Replay, "__init__", lambda self, steps, tensors, spare, *_: setattr(self, "size", spare[0]))
     launches = runner.Launched(plan._replace(steps=()), runner.given_to(plan, groups), (), groups)
     apart = (groups[i][j].new_empty(shape, dtype=dtype) for i, j, shape, dtype in launches.makes)
     return sum(t.nbytes for t in apart) + launches.size

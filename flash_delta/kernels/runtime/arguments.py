@@ -40,15 +40,8 @@ def launch_rule(
 ) -> None:
     """Plans a launch with the problem's constants that the kernel has parameters for. ``own``: constants of this
     launch."""
-    arguments = *pointers, *scalars
-    constants, used = c.constants, {}
-    for name in kernel.arg_names[len(arguments) :]:
-        if name in own:
-            used[name] = own[name]
-        elif name in constants:
-            used[name] = constants[name]
-        elif name == "BV":
-            used[name] = columns(c.p, t)
+    arguments, constants = (*pointers, *scalars), {"BV": columns(c.p, t), **c.constants, **own}
+    used = {name: constants[name] for name in kernel.arg_names[len(arguments) :] if name in constants}
     c.steps.append(Step(kernel, grid, t, arguments, used, follows and constants["OVERLAP"], contracts))
 
 

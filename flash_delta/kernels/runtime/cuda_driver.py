@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
+from struct import pack
 from threading import local
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from flash_delta.kernels.runtime import fastcall
-from flash_delta.kernels.runtime.plan import Descriptor
 
+AXES = 5  # the most of a descriptor
 LETTERS = {  # letters of `struct`, by Triton's names of types
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "fp64": "d", "constexpr": "x",
@@ -42,6 +43,7 @@ class Kernel(NamedTuple):
     overlaps: bool  # it may start before the previous launch has ended
     scratch: int  # bytes of scratch memory per program
     letters: bytes  # a letter for the type of each parameter (build.c)
+    tiles: bytes  # those of each descriptor (describe.c)
 
 
 class BoundStep(NamedTuple):
@@ -49,17 +51,18 @@ class BoundStep(NamedTuple):
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    values: tuple[Any, ...]  # of its parameters; a pointer is (number of a tensor of the call, offset in bytes)
+    values: tuple[Any, ...]  # of parameters, as of `places` in C: a pointer is (number of a tensor, offset in bytes)
 
 
 @lru_cache(None)
 def kernel_of(compiled: Any) -> Kernel:
     m = compiled.metadata
-    described = iter(m.tensordesc_meta or ())
+    metas = m.tensordesc_meta or ()
+    described = iter(metas)
     letters = "".join(_letters(kind, described) for kind in compiled.src.signature.values())
     return Kernel(
         compiled.name, load(compiled), 32 * m.num_warps, m.shared, m.launch_pdl, m.global_scratch_size,
-        f"({letters})".encode(),
+        f"({letters})".encode(), b"".join(map(_tiles, metas)),
     )  # fmt: skip
 
 
@@ -70,8 +73,15 @@ def _letters(kind: str | tuple, described: Iterator[dict]) -> str:
         return "P"
     if kind.startswith("tensordesc"):
         axes = len(next(described)["block_size"])
-        return f"(M{axes * 'i'}{axes * 'q'})"
+        return f"M{axes * 'i'}){axes * 'q'})"
     return LETTERS[kind]
+
+
+def _tiles(meta: dict[str, Any]) -> bytes:
+    """What a compiled kernel says about the tiles of one descriptor."""
+    box = meta["block_size"][::-1]
+    dtype = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    return pack("9I", dtype, meta["elem_size"], meta["swizzle"], len(box), *box, *[1] * (AXES - len(box)))
 
 
 def load(compiled: Any) -> int:
@@ -86,23 +96,13 @@ def load(compiled: Any) -> int:
     return function
 
 
-def describe(d: Descriptor, meta: dict[str, Any], place: tuple[int, int], address: int) -> tuple[Any, ...]:
-    """A descriptor as kernels take it: (the driver's descriptor in an object of Triton's, its place, its address),
-    sizes, strides. The driver refuses address 0, so it gets ``address`` until the launch (build.c). ``meta``: what the
-    compiled kernel says about it."""
-    utils = driver.active.utils
-    fill = utils.fill_tma_descriptor_tiled if hasattr(utils, "fill_tma_descriptor_tiled") else utils.fill_tma_descriptor
-    element = meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
-    made = fill(address, meta["swizzle"], *element, meta["block_size"], d.shape, d.strides, 0)
-    return (made, place, address), *d.shape, *d.strides
-
-
 class Replay:
     """Repeats a call's launches.
 
     ``tensors``: how many the call has. The last of them may be spare, which means that only the call's kernels use
     them. ``spare``: how much memory these take, and their places in it. Scratch memory is one more spare tensor. All
     launches share it, since a launch's scratch memory is free when the next one is launched (chunk.follow).
+    ``address``: of any tensor. The driver does not describe one at address 0, so descriptors have it until the launch.
 
     There may be one such object for each length, so it holds few objects that Python's garbage collector visits. The
     driver reads launches from bytes (`frames`). It reads them only during the launch, so afterwards they can be written
@@ -111,7 +111,9 @@ class Replay:
 
     __slots__ = ("frames", "has_places", "names", "size", "start", "stream_of", "template")
 
-    def __init__(self, steps: Sequence[BoundStep], tensors: int, spare: tuple[int, tuple[int, ...]] = (0, ())):
+    def __init__(
+        self, steps: Sequence[BoundStep], tensors: int, spare: tuple[int, tuple[int, ...]] = (0, ()), address: int = 0
+    ):
         scratch = max((prod(step.grid) * step.kernel.scratch for step in steps), default=0)
         size, places = spare
         if scratch:
@@ -120,7 +122,7 @@ class Replay:
         self.names = tuple(step.kernel.name for step in steps)
         c = fastcall.load()
         self.start, self.stream_of = c.launch, driver.active.get_current_stream
-        self.template = c.frame(*_driven(library()), tuple(steps), tensors, places, scratch > 0)
+        self.template = c.frame(*_driven(library()), tuple(steps), tensors, places, scratch > 0, address)
         self.frames = [self.template]  # frames that no thread uses; while one thread launches, others may run
 
     def launch(self, device: torch.device, *groups: tuple[Tensor | None, ...]) -> None:
@@ -146,11 +148,10 @@ class Replay:
 
 
 @lru_cache(1)
-def _driven(library: ctypes.CDLL) -> tuple[int, int]:
-    """The addresses of the driver's functions that launch a kernel and that move a descriptor."""
-    functions = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
-    launch, replace = (ctypes.cast(f, ctypes.c_void_p).value for f in functions)
-    return launch, replace
+def _driven(library: ctypes.CDLL) -> tuple[int, ...]:
+    """The addresses of the driver's functions that launch a kernel, move a descriptor and make one."""
+    functions = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress, library.cuTensorMapEncodeTiled
+    return tuple([ctypes.cast(f, ctypes.c_void_p).value for f in functions])
 
 
 @lru_cache(None)

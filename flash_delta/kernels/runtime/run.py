@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flash_delta.kernels.runtime import fastcall
 from flash_delta.kernels.runtime.chip import Chip, chip_of
-from flash_delta.kernels.runtime.cuda_driver import BoundStep, Replay, describe, ensure_context, kernel_of
+from flash_delta.kernels.runtime.cuda_driver import BoundStep, Replay, ensure_context, kernel_of
 from flash_delta.kernels.runtime.forbid import PlannedCall, Refused, difference_of
 from flash_delta.kernels.runtime.launch import (
     compile_all,
@@ -98,7 +98,8 @@ def run_new(
             return ByTriton(planned, given)(p.device, groups)
     device = p.device.index  # a kernel is loaded for one device
     names = [(device, *name_of(step)) for step in planned.steps]
-    if not all(map(compiled.__contains__, names)):
+    kernels = [compiled.get(name) for name in names]  # a name is long: it is hashed once
+    if None in kernels:
         wanted = [planned if choose is None else plan(p, chip, *layouts, choice=EVERY)]
         more = None if later is None else later(p, chip, *layouts)
         if more is not None:
@@ -106,9 +107,10 @@ def run_new(
         with compiling, _explained(call):
             if _compile(wanted, device, dict(zip(given, chain.from_iterable(groups), strict=True))):
                 calls_that_compiled.append(call)
+        kernels = [compiled[name] for name in names]
     if is_direct(p.device):
         ensure_context(p.device)
-        launch = Launched(planned, given, [compiled[name] for name in names], groups)
+        launch = Launched(planned, given, kernels, groups)
     else:
         launch = ByTriton(planned, given)
     for kept in {name, by_choice}:
@@ -171,15 +173,13 @@ class Launched(Replay):
         self.picks = None if picks == tuple(range(*made)) else picks
         *starts, size = accumulate((m.nbytes for m in together), initial=0)
 
-        steps, described, address = [], {}, next(t.data_ptr() for t in groups[0] if t is not None) & -ALIGNED
         places = fastcall.load().places
-        for step, kernel in zip(plan.steps, kernels, strict=True):
-            if 0 not in step.grid:
-                values = places(step.arguments, words, KINDS)
-                if kernel.metadata.tensordesc_meta:
-                    values = _described(values, kernel, words, address, described)
-                steps.append(BoundStep(kernel_of(kernel), step.grid, (*values, *step.constants.values())))
-        super().__init__(steps, len(words), (size, tuple(starts)))
+        steps = [
+            BoundStep(kernel_of(k), s.grid, (*places(s.arguments, words, KINDS), *s.constants.values()))
+            for s, k in zip(plan.steps, kernels, strict=True) if 0 not in s.grid
+        ]  # fmt: skip
+        address = next(t.data_ptr() for t in groups[0] if t is not None) & -ALIGNED
+        super().__init__(steps, len(words), (size, tuple(starts)), address)
 
     def __call__(self, device: torch.device, groups: tuple[Group, ...]) -> Results:
         made = []
@@ -205,21 +205,6 @@ class Launched(Replay):
             return made
         every = *chain.from_iterable(groups), *made
         return tuple([None if pick is None else every[pick] for pick in self.picks])
-
-
-def _described(
-    values: tuple[Any, ...], kernel: Any, words: dict[str, int], address: int, described: dict[int, tuple]
-) -> list[Any]:
-    """The arguments of a step with the driver's descriptors. ``described``: those that steps share, by the identity of
-    their values in the plan. ``address``: any that the driver takes."""
-    metas, found = iter(kernel.metadata.tensordesc_meta), list(values)
-    for number, value in enumerate(values):
-        if type(value) is Descriptor:
-            meta, t = next(metas), value.tensor
-            if id(value) not in described:
-                described[id(value)] = describe(value, meta, (words[t.name], t.start or 0), address)
-            found[number] = described[id(value)]
-    return found
 
 
 def _makers(groups: tuple[Group, ...]) -> dict[torch.dtype, tuple[int, int]]:
@@ -337,9 +322,9 @@ def _look(values: tuple[Any, ...], rules: Iterable[int], kinds: tuple[type, ...]
             narrow, whole = -LIMIT <= value < LIMIT, rule & 2 and value % 16 == 0
             seen.append("1" if value == 1 and rule & 1 else narrow + 2 * bool(whole))
         elif isinstance(value, Layout):
-            seen.append((value.dtype, bool(rule & 2) and value.offset == 0))
+            seen += value.dtype, bool(rule & 2) and value.offset == 0
         elif kind is Descriptor:
-            seen.append((value.tensor.dtype, value.box, id(value.layout)))
+            seen += value.tensor.dtype, value.box, id(value.layout)
         elif kind is tuple:
             seen.append(len(value))
             _look(value, repeat(rule), kinds, seen)

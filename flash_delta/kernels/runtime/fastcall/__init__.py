@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flash_delta.problem import ENVIRONMENT, needs_gradient
 
-SOURCES = ("key.c", "frame.c", "build.c", "plan.c", "module.c")  # one module; each file uses those before it
+SOURCES = ("key.c", "frame.c", "describe.c", "build.c", "plan.c", "module.c")  # each uses those before it
 API = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # how C reads tensors; None: torch is older than 2.10
 loaded: ModuleType | None = None
 _lock = Lock()

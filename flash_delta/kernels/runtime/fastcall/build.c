@@ -1,12 +1,16 @@
 // Builds a frame. Letters give the types of a kernel's parameters: those of Python's `struct` for numbers, P for a
-// pointer, M for a descriptor, x for a constant, which is no parameter. The items of a tuple are in parentheses.
+// pointer, M for a descriptor, followed by its numbers as two tuples, x for a constant, which is no parameter. The
+// items of a tuple are in parentheses.
 typedef struct {
   Frame *frame;
   int64_t count;       // of the call's tensors
   uint64_t *constant;  // the next free place for a constant,
   void **parameter;    // a parameter,
   unsigned char *map;  // a descriptor
-  Config *config;  // the config of the first launch
+  Config *config;      // the config of the first launch
+  Encode *encode;
+  uint64_t address;    // of any tensor, for descriptors until the launch
+  const Tiles *tiles;  // those of the next descriptor of the kernel
 } Builder;
 
 // The number of the word that will hold an address, or -1 with an exception. `place`: the number of a tensor, and the
@@ -30,19 +34,6 @@ static int put_pointer(Builder *b, PyObject *value) {
   return 1;
 }
 
-// `value`: Triton's object with the driver's descriptor at its end, the place of the tensor that it describes, and the
-// address that it has now.
-static int put_map(Builder *b, PyObject *value) {
-  PyObject *described, *place;
-  Moved *m = b->frame->moved + b->frame->moves;
-  if (!PyArg_ParseTuple(value, "OOK", &described, &place, &m->address)) return 0;
-  memcpy(b->map, (char *)described + Py_TYPE(described)->tp_basicsize - MAP, MAP);
-  if ((m->word = word_of(b, place)) < 0) return 0;
-  *b->parameter++ = m->map = b->map;
-  b->map += MAP;
-  b->frame->moves++;
-  return 1;
-}
 
 static int put_number(Builder *b, char kind, PyObject *value) {
   const int is_signed = kind >= 'a', lower = kind | 32;
@@ -74,6 +65,20 @@ static int refuse(const char *how_many, PyObject *value) {
 }
 
 static int put_value(Builder *b, const char **letters, PyObject *value);
+static int put_tuple(Builder *b, const char **letters, PyObject *values);
+
+// `value`: the tensor's place, sizes and strides. Kernels take the descriptor, and then also these numbers.
+static int put_map(Builder *b, const char **letters, PyObject *value) {
+  PyObject *place, *shape, *strides;
+  Moved *m = b->frame->moved + b->frame->moves;
+  if (!PyArg_ParseTuple(value, "OO!O!", &place, &PyTuple_Type, &shape, &PyTuple_Type, &strides)) return 0;
+  if (!write_map(b->encode, b->map, b->tiles++, shape, strides, m->address = b->address)) return 0;
+  if ((m->word = word_of(b, place)) < 0) return 0;
+  *b->parameter++ = m->map = b->map;
+  b->map += MAP;
+  b->frame->moves++;
+  return put_tuple(b, letters, shape) && put_tuple(b, letters, strides);
+}
 
 static int put_tuple(Builder *b, const char **letters, PyObject *values) {
   if (!PyTuple_Check(values)) {
@@ -92,7 +97,7 @@ static int put_value(Builder *b, const char **letters, PyObject *value) {
     case 'x': return 1;
     case '(': return put_tuple(b, letters, value);
     case 'P': return put_pointer(b, value);
-    case 'M': return put_map(b, value);
+    case 'M': return put_map(b, letters, value);
     case '\0':
     case ')': return refuse("fewer", value);
     default: return put_number(b, kind, value);
@@ -107,12 +112,15 @@ typedef struct {
   unsigned threads, shared, scratch;
   int overlaps;
   const char *letters;
+  const Tiles *tiles;
+  Py_ssize_t described;  // bytes
   PyObject *values;
 } Step;
 
 static int read_step(PyObject *from, Step *s) {
-  return PyArg_ParseTuple(from, "(sKIIpIy)(III)O", &s->name, &s->function, &s->threads, &s->shared, &s->overlaps,
-                          &s->scratch, &s->letters, s->grid, s->grid + 1, s->grid + 2, &s->values);
+  return PyArg_ParseTuple(from, "(sKIIpIyy#)(III)O", &s->name, &s->function, &s->threads, &s->shared,
+                          &s->overlaps, &s->scratch, &s->letters, &s->tiles, &s->described, s->grid, s->grid + 1,
+                          s->grid + 2, &s->values);
 }
 
 static int put_launch(Builder *b, const Step *s) {
@@ -123,6 +131,7 @@ static int put_launch(Builder *b, const Step *s) {
                         (unsigned)s->overlaps};
   l->function = s->function;
   l->parameters = b->parameter;
+  b->tiles = s->tiles;
   if (!put_tuple(b, &letters, s->values)) return 0;
   void *const scratch = f->words + f->tensors + f->spare - 1, *const none = b->constant++;  // this constant is 0
   *b->parameter++ = s->scratch ? scratch : none;
@@ -183,10 +192,11 @@ static int fill(Builder *b, PyObject *steps, PyObject *places) {
   return !PyErr_Occurred();
 }
 
-PyDoc_STRVAR(frame_doc, "frame(launch, replace, steps, tensors, places, scratch) -> bytearray, for `launch`.\n\n"
-                        "launch, replace: the driver's functions.  steps: each launch, as cuda_driver.BoundStep.\n"
-                        "tensors: how many the call has; the last ones may be in spare memory, at `places`.\n"
-                        "scratch: whether the last place is scratch memory, which is no tensor.");
+PyDoc_STRVAR(frame_doc, "frame(launch, replace, encode, steps, tensors, places, scratch, address) -> bytearray, for\n"
+                        "`launch`.\n\nlaunch, replace, encode: the driver's functions.  steps: each launch, as\n"
+                        "cuda_driver.BoundStep.  tensors: how many the call has; the last ones may be in spare\n"
+                        "memory, at `places`.  scratch: whether the last place is scratch memory, which is no tensor.\n"
+                        "address: any that the driver describes.");
 static PyObject *make_frame(PyObject *self, PyObject *args) {
   PyObject *steps, *places, *made;
   Frame f = {0};
@@ -194,8 +204,8 @@ static PyObject *make_frame(PyObject *self, PyObject *args) {
   Counts counts = {0};
   int scratch;
   long long tensors;
-  if (!PyArg_ParseTuple(args, "KKO!LO!p", &f.launch, &f.replace, &PyTuple_Type, &steps, &tensors, &PyTuple_Type,
-                        &places, &scratch))
+  if (!PyArg_ParseTuple(args, "KKKO!LO!pK", &f.launch, &f.replace, &b.encode, &PyTuple_Type, &steps, &tensors,
+                        &PyTuple_Type, &places, &scratch, &b.address))
     return NULL;
   b.count = tensors;
   f.spare = PyTuple_GET_SIZE(places);

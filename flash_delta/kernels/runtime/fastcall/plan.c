@@ -6,7 +6,7 @@ static PyObject *dtype_name, *offset_name, *start_name, *name_name, *value_name,
 
 // Places in the tuple `kinds` of types, and in a Descriptor (plan.py).
 enum { LAYOUT, MEMORY, CONSTEXPR, DESCRIPTOR };
-enum { TENSOR = 0, BOX = 3, IN_SHARED_MEMORY = 4 };
+enum { TENSOR, SHAPE, STRIDES, BOX, IN_SHARED_MEMORY };
 
 static int is(PyObject *value, PyObject *kinds, Py_ssize_t kind) {
   return (PyObject *)Py_TYPE(value) == PyTuple_GET_ITEM(kinds, kind);
@@ -31,35 +31,30 @@ static PyObject *fact_of_number(PyObject *value, int rule) {
   return PyLong_FromLong(narrow + 2 * (rule & 2 && !above && number % 16 == 0));
 }
 
-static PyObject *fact_of_layout(PyObject *value, int rule) {
-  PyObject *dtype = PyObject_GetAttr(value, dtype_name), *offset = PyObject_GetAttr(value, offset_name);
+static int put_facts_of_layout(PyObject *value, int rule, PyObject *seen) {
+  PyObject *offset = PyObject_GetAttr(value, offset_name);
   const int aligned = offset && rule & 2 && PyLong_AsLong(offset) == 0;
-  PyObject *fact = dtype && offset ? PyTuple_Pack(2, dtype, aligned ? Py_True : Py_False) : NULL;
-  Py_XDECREF(dtype);
   Py_XDECREF(offset);
-  return fact;
+  return offset && append(seen, PyObject_GetAttr(value, dtype_name)) && append(seen, PyBool_FromLong(aligned));
 }
 
 // The layout in shared memory is one of a few objects that live as long as their module.
-static PyObject *fact_of_descriptor(PyObject *value) {
-  PyObject *dtype = PyObject_GetAttr(PyTuple_GET_ITEM(value, TENSOR), dtype_name), *fact = NULL;
-  PyObject *layout = PyLong_FromVoidPtr(PyTuple_GET_ITEM(value, IN_SHARED_MEMORY));
-  if (dtype && layout) fact = PyTuple_Pack(3, dtype, PyTuple_GET_ITEM(value, BOX), layout);
-  Py_XDECREF(dtype);
-  Py_XDECREF(layout);
-  return fact;
+static int put_facts_of_descriptor(PyObject *value, PyObject *seen) {
+  return append(seen, PyObject_GetAttr(PyTuple_GET_ITEM(value, TENSOR), dtype_name)) &&
+         append(seen, Py_NewRef(PyTuple_GET_ITEM(value, BOX))) &&
+         append(seen, PyLong_FromVoidPtr(PyTuple_GET_ITEM(value, IN_SHARED_MEMORY)));
 }
 
-static int put_fact(PyObject *value, int rule, PyObject *kinds, PyObject *seen) {
+static int put_facts(PyObject *value, int rule, PyObject *kinds, PyObject *seen) {
   if (PyLong_CheckExact(value)) return append(seen, fact_of_number(value, rule));
-  if (is_layout(value, kinds)) return append(seen, fact_of_layout(value, rule));
-  if (is(value, kinds, DESCRIPTOR)) return append(seen, fact_of_descriptor(value));
+  if (is_layout(value, kinds)) return put_facts_of_layout(value, rule, seen);
+  if (is(value, kinds, DESCRIPTOR)) return put_facts_of_descriptor(value, seen);
   if (is(value, kinds, CONSTEXPR)) return append(seen, PyObject_GetAttr(value, value_name));
   if (!PyTuple_CheckExact(value)) return append(seen, Py_NewRef(Py_TYPE(value)));
   const Py_ssize_t count = PyTuple_GET_SIZE(value);
   if (!append(seen, PyLong_FromSsize_t(count))) return 0;
   for (Py_ssize_t i = 0; i < count; i++)
-    if (!put_fact(PyTuple_GET_ITEM(value, i), rule, kinds, seen)) return 0;
+    if (!put_facts(PyTuple_GET_ITEM(value, i), rule, kinds, seen)) return 0;
   return 1;
 }
 
@@ -75,7 +70,7 @@ static PyObject *facts(PyObject *self, PyObject *args) {
     return NULL;
   if (count < PyTuple_GET_SIZE(arguments)) return PyErr_Format(PyExc_ValueError, "facts: expected more rules");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++)
-    if (!put_fact(PyTuple_GET_ITEM(arguments, i), rules[i], kinds, seen)) return NULL;
+    if (!put_facts(PyTuple_GET_ITEM(arguments, i), rules[i], kinds, seen)) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -90,12 +85,19 @@ static PyObject *place_of(PyObject *layout, PyObject *words) {
   return place;
 }
 
+static PyObject *with_place(PyObject *described, PyObject *words) {
+  PyObject *place = place_of(PyTuple_GET_ITEM(described, TENSOR), words);
+  return place ? Py_BuildValue("NOO", place, PyTuple_GET_ITEM(described, SHAPE), PyTuple_GET_ITEM(described, STRIDES))
+               : NULL;
+}
+
 static PyObject *with_places(PyObject *values, PyObject *words, PyObject *kinds) {
   const Py_ssize_t count = PyTuple_GET_SIZE(values);
   PyObject *found = PyTuple_New(count);
   for (Py_ssize_t i = 0; found && i < count; i++) {
     PyObject *value = PyTuple_GET_ITEM(values, i);
     PyObject *item = is_layout(value, kinds) ? place_of(value, words)
+                     : is(value, kinds, DESCRIPTOR) ? with_place(value, words)
                      : PyTuple_CheckExact(value) ? with_places(value, words, kinds) : Py_NewRef(value);
     if (item) PyTuple_SET_ITEM(found, i, item);
     else Py_CLEAR(found);
@@ -104,7 +106,8 @@ static PyObject *with_places(PyObject *values, PyObject *words, PyObject *kinds)
 }
 
 PyDoc_STRVAR(places_doc, "places(arguments, words, kinds) -> the arguments, with (number of a tensor, offset) for\n"
-                         "each layout. Descriptors stay.  words: the number of each name.  kinds: as of `facts`.");
+                         "each layout, and (that of its tensor, sizes, strides) for each descriptor.\n\n"
+                         "words: the number of each name.  kinds: as of `facts`.");
 static PyObject *places(PyObject *self, PyObject *args) {
   PyObject *arguments, *words, *kinds;
   if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &arguments, &PyDict_Type, &words, &PyTuple_Type, &kinds))
