@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from flash_delta.kernels.hopper.plans import lost
 from flash_delta.kernels.hopper.plans import tape as tapes
 from flash_delta.kernels.hopper.plans.lost import _words, check_states, word_of
 from flash_delta.kernels.hopper.plans.tiles import (
@@ -36,7 +37,7 @@ def laid(bounds, N, T, HV, programs, prompts=None, pace=PACE):
     p = SimpleNamespace(N=N, HV=HV, K=1, V=1, device=torch.device("cpu"))
     tape = tapes.new_tape(Making(), p, programs, pace)
     table, marks = (torch.full(t.shape, -7, dtype=t.dtype) for t in (tape.table, tape.marks))
-    most = tapes.most_programs(programs)
+    most = tapes.PROGRAMS
     if prompts is None:
         numbers = (*tape.numbers, N, T, HV, 64, bounds is not None, False, most, False)
         tapes.lay_tape[(1,)](table, marks, bounds, *numbers)
@@ -206,3 +207,10 @@ def test_a_lost_state_is_reported_by_the_next_call():
     with pytest.raises(RuntimeError, match="an_op: an earlier call on cpu lost a state between two programs"):
         check_states("an_op")
     check_states("an_op")
+
+
+def test_the_devices_word_is_in_the_hosts_memory(monkeypatch):
+    """Wherever PyTorch makes tensors by default."""
+    monkeypatch.setattr(lost, "_words", {})
+    with torch.device("meta"):
+        assert word_of(torch.device("cuda", 7)) != 0

@@ -62,7 +62,7 @@ class Part:
     def place(self, numbers: tuple[int, ...], device: torch.device) -> Tensor:
         """Bounds or indices as a tensor on ``device``. They are copied there once, without waiting."""
         if (numbers, device) not in self._on_device:
-            host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+            host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
             self._on_device[numbers, device] = host.to(device, non_blocking=True)
         return self._on_device[numbers, device]
 

@@ -143,7 +143,7 @@ class FLACPContext:
             self.group, self.tokens, self.bounds = context.group, context.tokens, context.bounds
             self.place, self.delta_rule = context.place, context.delta_rule
         bounds = [0, *(i * length + bound for i, part in enumerate(parts) for bound in part.bounds[1:])]
-        self.cu_seqlens_cpu = torch.tensor(bounds, dtype=torch.int32)
+        self.cu_seqlens_cpu = torch.tensor(bounds, dtype=torch.int32, device="cpu")
         self.cu_seqlens = self.cu_seqlens_cpu.to(device, non_blocking=True)
         self.num_seqs = len(bounds) - 1
         self.is_cp_enabled = context is not None

@@ -14,7 +14,7 @@ _words: dict[torch.device, tuple[Tensor, c_int]] = {}  # with the word as Python
 def word_of(device: torch.device) -> int:
     """The address of the device's word, in memory that the device can write."""
     if device not in _words:
-        word = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
         _words.setdefault(device, (word, c_int.from_address(word.data_ptr())))  # another thread may have made one
     return _words[device][0].data_ptr()
 
