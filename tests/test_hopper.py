@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import replace
+from struct import pack
 from types import SimpleNamespace
 
 import pytest
@@ -22,14 +23,15 @@ from flash_delta.kernels.hopper.plans import boxes
 from flash_delta.kernels.hopper.plans.columns import as_heads, joined
 from flash_delta.kernels.hopper.plans.splits import loop_tile, loop_tiles
 from flash_delta.kernels.hopper.plans.tiles import BY_HAND, NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.hopper.scalar import choices
 from flash_delta.kernels.hopper.scalar.backward import plan as by_hand
 from flash_delta.kernels.hopper.scalar.forward import loop, rates
 from flash_delta.kernels.hopper.scalar.segments.memory import new_maps
-from flash_delta.kernels.runtime import cuda_driver, run
+from flash_delta.kernels.runtime import cuda_driver
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.plan import Descriptor, Making, layout_of, layouts_of
 from flash_delta.kernels.triton import backend as triton
-from flash_delta.kernels.triton.backward.plan import OutputGradients
+from flash_delta.kernels.triton.backward.results import OutputGradients
 from flash_delta.ops import _backend
 from flash_delta.problem import Gate, Inputs, Pools, Problem, gate_of
 from flash_delta.reference import backend as torch_backend
@@ -131,7 +133,7 @@ def test_what_it_cannot_run_it_says(on_a_card, changes, reason):
 def test_of_every_chunk_its_inverse_its_state_and_u_are_saved():
     p = problem(needs_grad=True, disable_recompute=True)
     numbers = 3 * 64 * 32 + 128 * 128 + 64 * 128
-    assert by_hand.saved_bytes(p) == count_slots(p) * p.HV * 2 * numbers
+    assert choices.saved_bytes(p) == count_slots(p) * p.HV * 2 * numbers
 
 
 def test_what_else_is_said_of_a_call(on_a_card):
@@ -349,9 +351,8 @@ def compiled(monkeypatch):
         name="loop", src=SimpleNamespace(signature=kinds), metadata=SimpleNamespace(**metadata), function=7
     )
     target = SimpleNamespace(backend="cuda", arch=90)
-    utils = SimpleNamespace(fill_tma_descriptor_tiled=lambda address, swizzle, size, kind, box, *rest: box)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target, utils=utils))
-    monkeypatch.setattr(cuda_driver, "load", lambda kernel: kernel.function)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: target))
+    monkeypatch.setattr(cuda_driver, "load", lambda facts, kernel: kernel.function)
     return known, boxes
 
 
@@ -370,12 +371,9 @@ def test_a_launch_knows_its_descriptors_and_numbers_but_not_its_addresses(compil
     described = [value for value in step.arguments if type(value) is Descriptor]
     tensors = [x.q, x.k, x.v, o, kernels.rates, x.initial_state, final]
     assert all(d.tensor is t for d, t in zip(described, tensors, strict=True))
-    words = {t.name: number for number, t in enumerate(tensors)}
-    values = run._described(step.arguments, kernel, words, 256, {})
-    maps = [value for value in values if isinstance(value, tuple) and isinstance(value[0], tuple)]
-    assert [m[0] for m in maps] == [(size["block_size"], (n, 0), 256) for n, size in enumerate(sizes)]
-    ragged = boxes.ragged(x.k, 128)
-    assert maps[1][1:] == (*ragged.shape, *ragged.strides)
+    tiles = [(9, 2, 3, 4, *reversed(size["block_size"]), 1) for size in sizes]
+    assert found.tiles == b"".join(pack("9I", *tile) for tile in tiles)
+    assert described[1] == boxes.ragged(x.k, 128)
     assert step.arguments[12] is x.cu_seqlens
 
 
@@ -387,7 +385,7 @@ def test_a_backward_pass_begins_with_a_launch_that_waits(compiled, split, left):
     made, length = Making(), 128 if split else None
     do, saved = (
         made.new("do", (p.B, p.T, p.HV, p.V), p.dtype),
-        made.new("saved", (by_hand.saved_bytes(p),), torch.uint8),
+        made.new("saved", (choices.saved_bytes(p),), torch.uint8),
     )
     kept = by_hand.Kept(saved, new_maps(made, p, length) if split and left else None)
     after, choice = OutputGradients(do, None), by_hand.ScanBack(length)

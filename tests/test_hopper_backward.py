@@ -12,14 +12,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE, LoopTile
 from flash_delta.kernels.hopper.scalar.backward import scan_gradients
 from flash_delta.kernels.hopper.scalar.backward.memory import NO_TAPES
-from flash_delta.kernels.hopper.scalar.backward.plan import Kept, ScanBack, plan_backward, unsupported
+from flash_delta.kernels.hopper.scalar.backward.plan import Kept, ScanBack, plan_backward
+from flash_delta.kernels.hopper.scalar.choices import unsupported_back
 from flash_delta.kernels.hopper.scalar.forward import loop
 from flash_delta.kernels.hopper.scalar.plan import Scan, plan_forward
 from flash_delta.kernels.hopper.scalar.segments import factor, maps, scan
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.plan import layouts_of
-from flash_delta.kernels.triton.backward.plan import OutputGradients
-from flash_delta.kernels.triton.backward.results import gradients_of
+from flash_delta.kernels.triton.backward.results import OutputGradients, gradients_of
 from flash_delta.problem import Outputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -144,7 +144,7 @@ def test_b_of_zero_has_a_gradient(by_hand_in):
 
 def test_what_it_leaves_to_triton():
     def reason(dtype, K, V):
-        return unsupported(SimpleNamespace(dtype=dtype, K=K, V=V))
+        return unsupported_back(SimpleNamespace(dtype=dtype, K=K, V=V))
 
     assert reason(torch.bfloat16, 128, 128) is None
     assert "exponents" in reason(torch.float16, 64, 64)

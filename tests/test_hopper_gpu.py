@@ -10,8 +10,8 @@ from hostile_bounds import HOSTILE, T, hostile
 
 import flash_delta
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SAVING, SLIM, WIDE
+from flash_delta.kernels.hopper.scalar import choices
 from flash_delta.kernels.hopper.scalar import plan as scalar_forward
-from flash_delta.kernels.hopper.scalar.backward import plan as scalar_backward
 from flash_delta.ops import _known_calls
 from flash_delta.testing import CASES, MEMBERS, Case, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, recurrence, run, truth
@@ -40,7 +40,7 @@ def width(request, monkeypatch):
     """K and V. Every call selects the same tile of the loop, and the same number of tokens of a segment."""
     width, tile, length = request.param
     monkeypatch.setattr(scalar_forward, "loop_tile", lambda p, chip, saving: SAVING[p.K] if saving else tile)
-    monkeypatch.setattr(scalar_backward, "split_length", lambda p, processors, back: length)
+    monkeypatch.setattr(choices, "split_length", lambda p, processors, back: length)
     monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())  # they know what they have launched
     return width
 

@@ -20,8 +20,9 @@ from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.plan import layouts_of
 from flash_delta.kernels.runtime.workspace import DeepChunks
 from flash_delta.kernels.triton import backend as triton
+from flash_delta.kernels.triton import backward as triton_backward
 from flash_delta.kernels.triton.backward.chunks import CHUNKS
-from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved
+from flash_delta.kernels.triton.backward.results import OutputGradients, Saved
 from flash_delta.problem import Gate, Inputs
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -62,7 +63,8 @@ def on_cpu(monkeypatch):
     def chosen():
         emulate(monkeypatch, (gradients, "chunk_back"))
         chunks = CHUNKS._replace(hands=(DeepChunks,), find=channel_backward.find_gradients)
-        monkeypatch.setattr(triton, "plan_backward", partial(triton.plan_backward, chunks=chunks))
+        plans = triton_backward.plan
+        monkeypatch.setattr(plans, "plan_backward", partial(plans.plan_backward, chunks=chunks))
         take_every_call(monkeypatch, triton.forward)
 
     return chosen

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from flash_delta.kernels.hopper import backend
-from flash_delta.kernels.hopper.scalar.backward import plan as scalar_backward
+from flash_delta.kernels.hopper.scalar import choices
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
 from flash_delta.testing.cases import Case
@@ -42,7 +42,7 @@ def on_cpu(monkeypatch):
 
     def chosen(length):
         emulate(monkeypatch, *KERNELS)
-        monkeypatch.setattr(scalar_backward, "split_length", lambda p, processors, back: length)
+        monkeypatch.setattr(choices, "split_length", lambda p, processors, back: length)
         take_every_call(monkeypatch, backend.forward, backend.backward)
 
     return chosen

@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("there is no Hopper GPU", allow_module_level=True)
 
-from flash_delta.kernels.hopper.scalar.backward import plan as scalar_backward
+from flash_delta.kernels.hopper.scalar import choices
 from flash_delta.ops import _known_calls
 from flash_delta.testing import MEMBERS, allowed, make_inputs, relative_error
 from flash_delta.testing.accuracy import products_in, run, truth
@@ -20,7 +20,7 @@ SEGMENTS = [None, 64]
 def split(request, monkeypatch):
     """Tokens of a segment."""
     length = request.param
-    monkeypatch.setattr(scalar_backward, "split_length", lambda p, processors, back: length)
+    monkeypatch.setattr(choices, "split_length", lambda p, processors, back: length)
     monkeypatch.setattr(_known_calls, "calls", _known_calls.Remembered())  # they know what they have launched
     return length
 

@@ -18,7 +18,7 @@ from flash_delta.kernels.hopper.scalar.plan import Scan, plan_forward
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.plan import Plan, layouts_of
 from flash_delta.kernels.runtime.run import ByTriton, given_to
-from flash_delta.kernels.triton.backward.plan import OutputGradients
+from flash_delta.kernels.triton.backward.results import OutputGradients
 from flash_delta.problem import Gate, Inputs, Problem
 from workshop.tune.stages_hopper import call_of, make_back
 

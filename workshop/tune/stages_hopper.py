@@ -15,7 +15,7 @@ from flash_delta.kernels.hopper.scalar.backward.plan import Kept, ScanBack, plan
 from flash_delta.kernels.runtime.chip import chip_of
 from flash_delta.kernels.runtime.plan import layouts_of
 from flash_delta.kernels.runtime.run import ByTriton, given_to
-from flash_delta.kernels.triton.backward.plan import OutputGradients
+from flash_delta.kernels.triton.backward.results import OutputGradients
 from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import backend
 from workshop.gate.cases.rule import Planned, Tensors, describe

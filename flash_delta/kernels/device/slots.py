@@ -45,3 +45,14 @@ def find_state(
         has = tl.load(has_initial_state + b.to(tl.int64) * has_row) != 0
         live, stored = live | (has == 0), live & has
     return slot, stored, live
+
+
+@triton.jit
+def load_slots(read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots):
+    """Returns, for sequence n, the first state's slot, whether there is one, the last state's slot, and whether n is no
+    padding."""
+    read, stored, well = find_state(read_indices, None, has_initial_state, n, read_row, 0, 0, has_row, 1, slots)
+    write = n
+    if write_indices is not None:
+        write, well = load_slot(write_indices, n, 0, (write_row, 0), slots, well)
+    return read, stored & well, write, well

@@ -24,25 +24,20 @@ import torch
 from torch import Tensor
 
 from flash_delta.kernels.device.chunk import C
-from flash_delta.kernels.hopper.channel import plan as channel
-from flash_delta.kernels.hopper.channel import prefill as channel_prefill
+from flash_delta.kernels.hopper import channel, scalar
 from flash_delta.kernels.hopper.device.inverse_tiles import fine
 from flash_delta.kernels.hopper.plans.columns import as_heads, joined, layouts_as_heads
 from flash_delta.kernels.hopper.plans.lost import check_states
 from flash_delta.kernels.hopper.plans.padding import padded, pads
 from flash_delta.kernels.hopper.plans.tiles import WHOLE
-from flash_delta.kernels.hopper.scalar import plan as scalar
-from flash_delta.kernels.hopper.scalar.backward import plan as scalar_backward
-from flash_delta.kernels.hopper.scalar.backward.plan import Kept, segment_length
-from flash_delta.kernels.hopper.scalar.listed import lists
-from flash_delta.kernels.hopper.scalar.prefill import plan_prefill
+from flash_delta.kernels.hopper.scalar.choices import goes_back, lists, saved_bytes, segment_length, unsupported_back
 from flash_delta.kernels.hopper.scalar.segments.cut import cut_prompts
 from flash_delta.kernels.runtime.chip import MOST_PROGRAMS, chip_of
 from flash_delta.kernels.runtime.plan import Plan, layouts_of
 from flash_delta.kernels.runtime.run import Planner, by_sizes, run
 from flash_delta.kernels.triton import backend as triton
-from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved
-from flash_delta.kernels.triton.backward.results import gradients_of
+from flash_delta.kernels.triton import backward as triton_backward
+from flash_delta.kernels.triton.backward.results import OutputGradients, Saved, gradients_of
 from flash_delta.kernels.triton.forward.scan_launches import crowded
 from flash_delta.kernels.triton.tiles import plan_back
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
@@ -65,7 +60,7 @@ def unsupported(problem: Problem) -> str | None:
     if (problem.HV > MOST_PROGRAMS or _scans_in_triton(problem)) and (reason := crowded(problem)) is not None:
         return reason
     if problem.gate.kind == "channel":
-        return channel.unsupported(problem) or _unsupported_pool(problem)
+        return channel.plan.unsupported(problem) or _unsupported_pool(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16 bits, the tensors are {problem.dtype}"
     wide = padded(problem)
@@ -85,7 +80,7 @@ def _scans_in_triton(p: Problem) -> bool:
     """Whether kernels of ``triton`` may scan the states, forward or back."""
     if p.gate.kind == "channel":
         return p.needs_grad or (p.batch_invariant and p.pools is None)
-    return p.needs_grad and scalar_backward.unsupported(p) is not None
+    return p.needs_grad and unsupported_back(p) is not None
 
 
 def _unsupported_pool(p: Problem) -> str | None:
@@ -116,7 +111,7 @@ def _slow_padding(p: Problem) -> str | None:
     if min(p.K, p.V) < NARROWEST_PADDED:
         return f"heads of {_widths(p)} were not measured padded"
     by_copy_engine = p.K % 8 == 0 and p.V % 8 == 0 and max(p.K, p.V) > 64
-    if by_copy_engine and not (p.needs_grad and scalar_backward.unsupported(p) is None):
+    if by_copy_engine and not goes_back(p):
         return f"heads of {_widths(p)} are worth copies only where the backward pass is by hand, too"
     return None
 
@@ -125,7 +120,7 @@ def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Empty tensors like those that ``forward`` saves. If columns run as heads, nothing is saved, since the backward
     pass needs whole heads. It computes everything again."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # not symbols: kernels are compiled for them
-    size = (channel if p.gate.kind == "channel" else scalar_backward).saved_bytes(fixed)
+    size = (channel.plan.saved_bytes if p.gate.kind == "channel" else saved_bytes)(fixed)
     return () if size is None else (torch.empty(size, dtype=torch.uint8, device=p.device),)
 
 
@@ -137,11 +132,11 @@ def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
         return _nothing(p, x)
     maps = None
     if p.gate.kind == "channel":
-        choose, later = channel.choose_forward, channel.plan_usual_backward
-        o, final, saved = run(channel.plan_forward, p, x, choose=choose, known=known, later=later)
+        plan = channel.plan
+        o, final, saved = run(plan.plan_forward, p, x, choose=plan.choose_forward, known=known, later=plan.later)
     else:
-        choose, later = scalar.choose_forward, scalar_backward.plan_usual_backward
-        o, final, saved, maps = run(scalar.plan_forward, p, x, choose=choose, known=known, later=later)
+        plan = scalar.plan
+        o, final, saved, maps = run(plan.plan_forward, p, x, choose=plan.choose_forward, known=known, later=plan.later)
     return Outputs(o, final, () if saved is None else (saved,), planned=() if maps is None else (maps,))
 
 
@@ -165,12 +160,13 @@ def backward(
     outer = OutputGradients(do, dfinal)
     if p.gate.kind == "channel" and p.N * p.T:
         after = outer, Saved(*saved or (None,))
-        made = run(channel.plan_backward, p, x, after=after, choose=plan_back, known=known)
+        made = run(channel.plan.plan_backward, p, x, after=after, choose=plan_back, known=known)
     elif not saved or p.N * p.T == 0:
         return triton.backward(p, x, (), do, dfinal, known)
     else:
-        after, choose = (outer, Kept(*saved)), scalar_backward.choose_backward
-        made = run(scalar_backward.plan_backward, p, x, after=after, choose=choose, known=known)
+        plan = scalar.backward.plan
+        after = outer, plan.Kept(*saved)
+        made = run(plan.plan_backward, p, x, after=after, choose=plan.choose_backward, known=known)
     d = gradients_of(x, (*made, None))
     return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
 
@@ -186,7 +182,7 @@ def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | 
 
 
 def _plan_of_prompts(p: Problem) -> Planner:
-    return channel_prefill.plan_prefill if p.gate.kind == "channel" else plan_prefill
+    return (channel if p.gate.kind == "channel" else scalar).prefill.plan_prefill
 
 
 def plans(p: Problem, x: Inputs, *on_pool: tuple) -> dict[str, Plan]:
@@ -196,16 +192,16 @@ def plans(p: Problem, x: Inputs, *on_pool: tuple) -> dict[str, Plan]:
     chip, (x, *on_pool) = chip_of(p.device), map(layouts_of, (x, *on_pool))
     if on_pool:
         return {"prefill": _plan_of_prompts(p)(p, chip, x, *on_pool)}
-    own = channel if p.gate.kind == "channel" else scalar
+    own = (channel if p.gate.kind == "channel" else scalar).plan
     run_as, given = layouts_as_heads(p, x) if _splits_values(p) else (p, x)
     found = {"forward": own.plan_forward(run_as, chip, given, choice=own.choose_forward(run_as, chip))}
     if p.gate.kind == "channel" and p.needs_grad:
-        found["backward"] = channel.plan_usual_backward(p, chip, x, plan_back(p, chip))
-    elif scalar_backward.goes_back(p):
-        choice = scalar_backward.choose_backward(p, chip)
-        found["backward"] = scalar_backward.plan_usual_backward(p, chip, x, choice)
+        found["backward"] = channel.plan.plan_usual_backward(p, chip, x, plan_back(p, chip))
+    elif goes_back(p):
+        plan = scalar.backward.plan
+        found["backward"] = plan.plan_usual_backward(p, chip, x, plan.choose_backward(p, chip))
     elif p.needs_grad:
-        found["backward"] = triton.plan_usual_backward(p, chip, x, choice=plan_back(p, chip))
+        found["backward"] = triton_backward.plan.plan_usual_backward(p, chip, x, choice=plan_back(p, chip))
     return found
 
 
@@ -217,7 +213,7 @@ def workspace_bytes(p: Problem, x: Inputs, s: Slots, around: Around) -> int:
 def remark(p: Problem) -> str | None:
     """What `explain` says: whether sequences are split, which backend runs the backward pass, and how fine A is."""
     if p.gate.kind == "channel":
-        return channel.remark(p) if p.pools is None else channel_prefill.remark(p)
+        return (channel.plan if p.pools is None else channel.prefill).remark(p)
     wide, said = padded(p), []
     if wide is not p:
         said.append(f"it pads heads of {_widths(p)} to {wide.K} columns, in copies of q, k, v and o")
@@ -235,7 +231,7 @@ def remark(p: Problem) -> str | None:
         number = -(-p.T // length)
         said.append(f"it scans sequences in segments of {length} tokens, up to {number} of them side by side")
     if p.needs_grad:
-        reason = scalar_backward.unsupported(p)
+        reason = unsupported_back(p)
         if reason:
             said.append(f"its backward pass is that of 'triton', for which it saves nothing: {reason}")
         elif length is not None:

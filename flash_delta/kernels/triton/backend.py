@@ -22,13 +22,11 @@ from flash_delta.kernels.runtime.chip import CPU, chip_of, takes_tma, unknown
 from flash_delta.kernels.runtime.plan import Making, Plan, layout_of, layouts_of
 from flash_delta.kernels.runtime.run import by_sizes, run, tensor_of
 from flash_delta.kernels.runtime.workspace import count_bytes, groups_in
-from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved, plan_backward, plan_usual_backward
-from flash_delta.kernels.triton.backward.results import gradients_of
-from flash_delta.kernels.triton.forward.plan import plan_forward, saved_groups
+from flash_delta.kernels.triton import backward as passes_back
+from flash_delta.kernels.triton import forward as passes
+from flash_delta.kernels.triton import serving
+from flash_delta.kernels.triton.backward.results import OutputGradients, Saved, gradients_of
 from flash_delta.kernels.triton.forward.scan_launches import crowded, scratch_bytes
-from flash_delta.kernels.triton.serving.prefill import plan_prefill
-from flash_delta.kernels.triton.serving.prompts import make_convolved, with_convolved
-from flash_delta.kernels.triton.serving.rows import plan_decode, plan_step
 from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_key
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
@@ -86,14 +84,14 @@ def remark(p: Problem) -> str | None:
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Empty tensors like those that ``forward`` saves: those of `solve`, and with ``disable_recompute`` all."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them
-    return (torch.empty(count_bytes(fixed, *saved_groups(p)), dtype=torch.uint8, device=p.device),)
+    return (torch.empty(count_bytes(fixed, *passes.plan.saved_groups(p)), dtype=torch.uint8, device=p.device),)
 
 
 def forward(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
-    o, final, saved, states = run(plan_forward, p, x, choose=plan_segments, known=known)
+    o, final, saved, states = run(passes.plan.plan_forward, p, x, choose=plan_segments, known=known)
     if p.keep_states:
         if states is None:
-            *_, residual = groups_in(layout_of(saved, "saved"), p, *saved_groups(p))
+            *_, residual = groups_in(layout_of(saved, "saved"), p, *passes.plan.saved_groups(p))
             states = tensor_of(residual.states, {"saved": saved})
         states = _of_chunks(p, states)
     return Outputs(o, final, () if saved is None else (saved,), states)
@@ -118,42 +116,46 @@ def backward(
     ``saved`` is what ``forward`` saved for the same problem. If it is empty, it is computed again.
     """
     after = OutputGradients(do, dfinal), Saved(*saved or (None,))
-    return gradients_of(x, (*run(plan_backward, p, x, after=after, choose=plan_back, known=known), None))
+    made = run(passes_back.plan.plan_backward, p, x, after=after, choose=plan_back, known=known)
+    return gradients_of(x, (*made, None))
 
 
 def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous. The pools are written in place."""
     if known is not None:
         known.again = decode
-    return run(plan_decode, p, x, s, around, choose=by_sizes, known=known)[0]
+    return run(serving.rows.plan_decode, p, x, s, around, choose=by_sizes, known=known)[0]
 
 
 def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     """Runs token by token."""
     if known is not None:
         known.again = step
-    return Outputs(*run(plan_step, p, x, choose=by_sizes, known=known))
+    return Outputs(*run(serving.rows.plan_step, p, x, choose=by_sizes, known=known))
 
 
 def prefill(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
     """``o``, contiguous. The pools are written in place."""
     if known is not None:
         known.again = prefill
-    return run(plan_prefill, p, x, s, around, choose=by_sizes, known=known)[0]
+    return run(serving.prefill.plan_prefill, p, x, s, around, choose=by_sizes, known=known)[0]
 
 
 def plans(p: Problem, x: Inputs, *on_pool: tuple) -> dict[str, Plan]:
     """The plans of a call, by name. Only layouts of tensors matter."""
     chip, (x, *on_pool) = chip_of(p.device), map(layouts_of, (x, *on_pool))
     if on_pool:
-        name, plan = ("decode", plan_decode) if p.recurrent else ("prefill", plan_prefill)
-        return {name: plan(p, chip, x, *on_pool)}
+        if p.recurrent:
+            return {"decode": serving.rows.plan_decode(p, chip, x, *on_pool)}
+        return {"prefill": serving.prefill.plan_prefill(p, chip, x, *on_pool)}
     if p.recurrent and not p.needs_grad:
-        return {"forward": plan_step(p, chip, x)}
-    found = {"forward": plan_forward(p, chip, x, choice=plan_segments(p, chip))}
+        return {"forward": serving.rows.plan_step(p, chip, x)}
+    found = {"forward": passes.plan.plan_forward(p, chip, x, choice=plan_segments(p, chip))}
     if p.needs_grad:
-        size = count_bytes(p, *saved_groups(p))
-        found["backward"] = plan_usual_backward(p, chip, x, saved_bytes=size, choice=plan_back(p, chip))
+        size = count_bytes(p, *passes.plan.saved_groups(p))
+        found["backward"] = passes_back.plan.plan_usual_backward(
+            p, chip, x, saved_bytes=size, choice=plan_back(p, chip)
+        )
     return found
 
 
@@ -161,9 +163,9 @@ def workspace_bytes(p: Problem, x: Inputs, s: Slots, around: Around) -> int:
     """The bytes that ``prefill`` or ``decode`` allocates besides the output."""
     chip, groups = chip_of(p.device), tuple(map(layouts_of, (x, s, around)))
     if p.recurrent:
-        return plan_decode(p, chip, *groups).workspace_bytes
-    rule = with_convolved(groups[0], make_convolved(Making(), p))
-    return plan_prefill(p, chip, *groups).workspace_bytes + scratch_bytes(p, rule, chip)
+        return serving.rows.plan_decode(p, chip, *groups).workspace_bytes
+    rule = serving.prompts.with_convolved(groups[0], serving.prompts.make_convolved(Making(), p))
+    return serving.prefill.plan_prefill(p, chip, *groups).workspace_bytes + scratch_bytes(p, rule, chip)
 
 
 def _cannot_decode(p: Problem) -> str | None:

@@ -23,7 +23,7 @@ from flash_delta.kernels.hopper.plans.tiles import (
     WIDE,
     LoopTile,
 )
-from flash_delta.kernels.hopper.scalar.backward.plan import goes_back, saved_groups
+from flash_delta.kernels.hopper.scalar.choices import goes_back, saved_groups
 from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
 from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates

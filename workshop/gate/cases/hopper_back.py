@@ -13,8 +13,9 @@ from flash_delta.kernels.hopper.scalar.backward.memory import (
     new_lines,
     new_tapes,
 )
-from flash_delta.kernels.hopper.scalar.backward.plan import ForwardLeft, run_kernels, saved_groups
+from flash_delta.kernels.hopper.scalar.backward.plan import ForwardLeft, run_kernels
 from flash_delta.kernels.hopper.scalar.backward.scan_gradients import run_find_ends, run_scan_gradients
+from flash_delta.kernels.hopper.scalar.choices import saved_groups
 from flash_delta.kernels.hopper.scalar.forward.rates import run_rates_back
 from flash_delta.kernels.hopper.scalar.segments.maps import run_compose_back, run_find_maps
 from flash_delta.kernels.hopper.scalar.segments.memory import new_segmented_scan

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_delta.kernels.hopper.channel.backward import run as channel_backward
+from flash_delta.kernels.hopper.channel import backward
 from flash_delta.kernels.hopper.channel.forget import new_forgets, run_find_forgetting
 from flash_delta.kernels.hopper.channel.loop import run_channel_loop
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
@@ -31,13 +31,9 @@ from flash_delta.kernels.runtime.workspace import (
     groups_in,
     make_groups,
 )
-from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks, Groups
-from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved
-from flash_delta.kernels.triton.backward.plan import plan_backward as plan_back_by
-from flash_delta.kernels.triton.backward.plan import plan_usual_backward as plan_usual
-from flash_delta.kernels.triton.forward.plan import saved_groups
-from flash_delta.kernels.triton.forward.scan import run_scan
-from flash_delta.kernels.triton.forward.segments import new_segmented_scan, run_segmented_scan
+from flash_delta.kernels.triton import backward as triton_backward
+from flash_delta.kernels.triton import forward as triton_forward
+from flash_delta.kernels.triton.backward.results import OutputGradients, Saved
 from flash_delta.kernels.triton.tiles import Segments, plan_segments
 from flash_delta.problem import Inputs, Problem
 
@@ -99,7 +95,7 @@ def plan_forward(p: Problem, chip: Chip, x: Inputs, *, choice: Scan) -> Plan:
     final = made.new("final_state", p.state_shape, torch.float32)
     if saves(p):
         saved = made.new("saved", (saved_bytes(p),), torch.uint8)
-        kept = groups_in(saved, p, *saved_groups(p))
+        kept = groups_in(saved, p, *triton_forward.plan.saved_groups(p))
     if c.every and can_loop(p):
         for t in CHANNEL_TILES:
             run_channel_loop(c, o, final, t)
@@ -120,28 +116,33 @@ def plan_backward(
     p: Problem, chip: Chip, x: Inputs, after: OutputGradients, given: Saved, *, choice: Segments | None
 ) -> Plan:  # fmt: skip
     """The gradients of all inputs but the bounds, as of the `plan_backward` of ``triton``."""
-    made, chunks = Making(), CHUNKS._replace(prepare=_prepare_again)
+    made, on_chunks = Making(), triton_backward.chunks
+    chunks = on_chunks.CHUNKS._replace(prepare=_prepare_again)
     taken = as_taken(made, x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
-    if channel_backward.unsupported(p) is None:
-        chunks = Chunks((DeepChunks,), _prepare_again, channel_backward.find_gradients)
+    if backward.run.unsupported(p) is None:
+        chunks = on_chunks.Chunks((DeepChunks,), _prepare_again, backward.run.find_gradients)
         after = after._replace(do=describe(made, after.do))
-    return plan_back_by(p, chip, taken, after, given, choice=choice, chunks=chunks, made=made)
+    return triton_backward.plan.plan_backward(p, chip, taken, after, given, choice=choice, chunks=chunks, made=made)
 
 
 def plan_usual_backward(p: Problem, chip: Chip, x: Inputs, choice: Any = EVERY) -> Plan | None:
     """The backward pass of most calls (triton/backward/plan.py). None without gradients."""
-    return (
-        None if not p.needs_grad else plan_usual(p, chip, x, plan_backward, saved_bytes=saved_bytes(p), choice=choice)
-    )
+    if not p.needs_grad:
+        return None
+    plan_usual = triton_backward.plan.plan_usual_backward
+    return plan_usual(p, chip, x, plan_backward, saved_bytes=saved_bytes(p), choice=choice)
+
+
+later = plan_usual_backward  # what is compiled together with a forward pass
 
 
 def _found(p: Problem) -> str:
     """What `remark` says about the kernels after the scan back."""
-    reason = channel_backward.unsupported(p)
+    reason = backward.run.unsupported(p)
     return ", and finds the gradients of chunks: " + reason if reason else ""
 
 
-def _prepare_again(c: Draft, memory: Groups, saved: bool) -> None:
+def _prepare_again(c: Draft, memory: dict[type, Any], saved: bool) -> None:
     """Launches `prepare` for the backward pass. If A has been ``saved``, it is not written."""
     channels, solved = memory[Channels], memory[Solved]
     out = _prepared(channels, solved)
@@ -166,7 +167,7 @@ def saves(p: Problem) -> bool:
 
 def saved_bytes(p: Problem) -> int | None:
     """How many bytes the forward pass saves. None: nothing."""
-    return count_bytes(p, *saved_groups(p)) if saves(p) else None
+    return count_bytes(p, *triton_forward.plan.saved_groups(p)) if saves(p) else None
 
 
 def _scans(p: Problem) -> bool:
@@ -191,7 +192,7 @@ def _prepare_and_scan(
     if saved:
         solved, factors, channels, residual = saved
         run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
-        run_scan(c, channels, solved, factors, o, final, residual)
+        triton_forward.scan.run_scan(c, channels, solved, factors, o, final, residual)
         return
     (w,) = make_groups(c.made, p._replace(N=1, T=1) if c.every else p, Prepared)
     run_prepare(c, w, o, None, None, *parting)
@@ -200,5 +201,7 @@ def _prepare_and_scan(
     if split is None and not _scans(p):
         run_scan_channels(c, w, o, final, *parting)
     elif split is None:
-        run_scan(*given, None)
-    run_segmented_scan(*given, new_segmented_scan(p, split, c.made))
+        triton_forward.scan.run_scan(*given, None)
+    if split is not None or c.every:
+        segments = triton_forward.segments
+        segments.run_segmented_scan(*given, segments.new_segmented_scan(p, split, c.made))

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, find_chunk, lead, rows_of, store_tile
+from flash_delta.kernels.device.slots import load_slots
 from flash_delta.kernels.hopper.plans.tape import NUMBERS as OF_TAPE
-from flash_delta.kernels.hopper.plans.tape import Tape, lay, most_programs
+from flash_delta.kernels.hopper.plans.tape import PROGRAMS, Tape, lay
 from flash_delta.kernels.runtime.arguments import launch_rule, table
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout, Making
-from flash_delta.kernels.triton.forward.scan import load_slots
 from flash_delta.problem import Problem, Slots
 
 NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", *OF_TAPE]
@@ -155,5 +155,5 @@ def run_list_prompts(c: Draft, o: Layout, prompts: Layout, tape: Tape, s: Slots)
     launch_rule(
         c, list_prompts, (c.x.cu_seqlens, o, prompts, *tables, tape.table, tape.marks), (count_slots(p), 1, 1),
         Tile(4, 1), *tape.numbers, p.N, p.T, s.state_pool.shape[0], p.pools.null_slot, *(table(t)[0] for t in tables),
-        PROGRAMS=most_programs(c.chip.processors),
+        PROGRAMS=PROGRAMS,
     )  # fmt: skip

@@ -43,11 +43,14 @@ from flash_delta.kernels.hopper.plans.tiles import (
     pool_loops,
 )
 from flash_delta.kernels.runtime.arguments import launch_rule
-from flash_delta.kernels.runtime.chip import Chip, Tile, next_power_of_2
+from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.problem import Problem
 
 PATIENCE = 2**24  # looks, of about a microsecond each
+PROGRAMS = (
+    256  # a power of two above the multiprocessors of any chip of this kind, of which compiled code knows nothing
+)
 NUMBERS = ["programs", "word", "patience", "chunk_ticks", "item_ticks", "cut_ticks"]
 
 
@@ -178,13 +181,8 @@ def lay_tape(
     follow(FOLLOWS and OVERLAP)
 
 
-def most_programs(processors: int) -> int:
-    """PROGRAMS of `lay`."""
-    return next_power_of_2(processors + 1)
-
-
 def run_lay_tape(c: Draft, tape: Tape, *, follows: bool) -> None:
     """``follows``: `rates` has just been launched."""
     pointers = tape.table, tape.marks, c.x.cu_seqlens
-    own = {"PROGRAMS": most_programs(c.chip.processors), "FOLLOWS": follows}
+    own = {"PROGRAMS": PROGRAMS, "FOLLOWS": follows}
     launch_rule(c, lay_tape, pointers, (1, 1, 1), Tile(4, 1), *tape.numbers, c.p.N, c.p.T, follows=follows, **own)

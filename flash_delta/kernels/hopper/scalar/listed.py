@@ -5,13 +5,11 @@ parts start from (scalar/segments/). The loop scans all that is listed."""
 
 from typing import NamedTuple
 
-from flash_delta.kernels.hopper.plans.padding import padded
 from flash_delta.kernels.hopper.plans.prompt_list import new_prompt_list
 from flash_delta.kernels.hopper.plans.tape import Tape, new_pool_tape
+from flash_delta.kernels.hopper.scalar import segments
 from flash_delta.kernels.hopper.scalar.forward.loop import run_pool_loops
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.scalar.segments.cut import cut_prompts
-from flash_delta.kernels.hopper.scalar.segments.maps import run_find_starts
 from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts, new_parts
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.plan import Draft, Layout, Making
@@ -27,16 +25,6 @@ class ListedScan(NamedTuple):
     parts: PromptParts | None  # None if no sequence of such heads is cut
 
 
-def lists(p: Problem, chip: Chip) -> bool:
-    """Whether the device lists the sequences of a forward pass without a pool, and cuts long ones, since it alone knows
-    their lengths. The host plans for one sequence, which has at most T tokens. With ``batch_invariant`` none is cut,
-    because a sequence without bounds is not cut either."""
-    if not p.packed or p.N < 2 or p.lengths is not None or p.needs_grad or p.batch_invariant:
-        return False
-    wide = padded(p)
-    return wide.K <= 128 and cut_prompts(wide, chip.processors) is not None
-
-
 def new_listed_scan(made: Making, p: Problem, chip: Chip) -> ListedScan:
     parts = new_parts(made, p, chip.processors)
     starts = 0 if parts is None else parts.starts
@@ -50,5 +38,5 @@ def run_listed_scan(c: Draft, o: Layout, w: ListedScan, slots: Slots, final: Lay
         parts = new_parts(c.made, c.p._replace(N=1, T=1), c.chip.processors, starts=1)
     run_rates(c, o, w.rates, None, w.prompts, slots, w.tape, parts)
     if parts is not None and parts.starts > 0:
-        run_find_starts(c, w.rates, w.prompts, w.tape, parts, slots, final)
+        segments.maps.run_find_starts(c, w.rates, w.prompts, w.tape, parts, slots, final)
     run_pool_loops(c, o, w.rates, w.prompts, w.tape, parts, slots, final)

@@ -12,13 +12,13 @@ from flash_delta.kernels.hopper.plans.padding import PaddedResults, padded, pads
 from flash_delta.kernels.hopper.plans.splits import loop_tile, loop_tiles, split_endless
 from flash_delta.kernels.hopper.plans.tape import new_tape
 from flash_delta.kernels.hopper.plans.tiles import WHOLE, LoopTile, Pace, count_programs, needs_tape
-from flash_delta.kernels.hopper.scalar.backward.plan import goes_back, saved_bytes, saved_groups, segment_length
+from flash_delta.kernels.hopper.scalar import backward, segments
+from flash_delta.kernels.hopper.scalar.choices import goes_back, lists, saved_bytes, saved_groups, segment_length
 from flash_delta.kernels.hopper.scalar.forward.loop import run_loop
 from flash_delta.kernels.hopper.scalar.forward.rate_role import makes_rates
 from flash_delta.kernels.hopper.scalar.forward.rates import new_rates, run_rates
-from flash_delta.kernels.hopper.scalar.listed import lists, new_listed_scan, run_listed_scan
+from flash_delta.kernels.hopper.scalar.listed import new_listed_scan, run_listed_scan
 from flash_delta.kernels.hopper.scalar.segments.memory import new_maps, new_segmented_scan
-from flash_delta.kernels.hopper.scalar.segments.run import run_segmented_scan
 from flash_delta.kernels.runtime.arguments import draft_of
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.plan import Draft, Layout, Making, Plan
@@ -42,6 +42,11 @@ def choose_forward(p: Problem, chip: Chip) -> Scan | None:
     tile = loop_tile(wide, chip, saving)
     length, programs = segment_length(wide, chip), count_programs(wide, chip, tile, p.N)
     return Scan(length, tile, length is None and wide.K != WHOLE and needs_tape(wide, programs, tile.pace))
+
+
+def later(p: Problem, chip: Chip, x: Inputs) -> Plan | None:
+    """Plans what is compiled together with a forward pass."""
+    return backward.plan.plan_usual_backward(p, chip, x) if goes_back(p) else None
 
 
 def plan_forward(p: Problem, chip: Chip, x: Inputs, *, choice: Scan | None) -> Plan:
@@ -84,7 +89,7 @@ def _scan(
         w = new_segmented_scan(c.made, c.p, choice.length, saved and saved.A, maps)
         rates = new_rates(c.made, c.p)
         run_rates(c, o, rates, saved)
-        run_segmented_scan(c, o, final, rates, w, trace)
+        segments.run.run_segmented_scan(c, o, final, rates, w, trace)
     else:
         t, tape = choice.tile, None
         if choice.taped:
@@ -121,6 +126,6 @@ def _scan_in_every_way(
     if length is not None or p.K == WHOLE:
         rates = new_rates(c.made, one)
         run_rates(c, o, rates, saved)
-        run_segmented_scan(c, o, final, rates, new_segmented_scan(c.made, one, length), trace)
+        segments.run.run_segmented_scan(c, o, final, rates, new_segmented_scan(c.made, one, length), trace)
     if lists(p._replace(N=2), c.chip):
         _scan_listed(c, o, final)

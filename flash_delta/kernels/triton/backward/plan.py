@@ -1,7 +1,7 @@
 """Plans the backward pass of the chunkwise rule."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,25 +16,13 @@ from flash_delta.kernels.runtime.workspace import (
     make_groups,
 )
 from flash_delta.kernels.triton.backward.chunks import CHUNKS, Chunks, Groups
+from flash_delta.kernels.triton.backward.results import OutputGradients, Saved
 from flash_delta.kernels.triton.backward.scan_backward import run_scan_backward
 from flash_delta.kernels.triton.backward.segments import new_segmented_back, run_segmented_back
 from flash_delta.kernels.triton.elementwise.total import sum_parts
 from flash_delta.kernels.triton.forward.plan import HANDED, saved_groups
 from flash_delta.kernels.triton.tiles import Segments
 from flash_delta.problem import Inputs, Problem
-
-
-class OutputGradients(NamedTuple):
-    """The gradients of a call's results."""
-
-    do: Any
-    dfinal: Any
-
-
-class Saved(NamedTuple):
-    """What the forward pass has saved; None: nothing, so everything is computed again."""
-
-    saved: Any
 
 
 def plan_backward(

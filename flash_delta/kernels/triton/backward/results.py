@@ -1,10 +1,24 @@
-"""The gradients of a backward pass, from what launches have left."""
+"""What a backward pass takes, and the gradients that it returns, from what launches have left."""
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from flash_delta.problem import Inputs
+
+
+class OutputGradients(NamedTuple):
+    """The gradients of a call's results."""
+
+    do: Any
+    dfinal: Any
+
+
+class Saved(NamedTuple):
+    """What the forward pass has saved; None: nothing, so everything is computed again."""
+
+    saved: Any
 
 
 def gradients_of(x: Inputs, made: Iterable[Tensor | None]) -> Inputs:

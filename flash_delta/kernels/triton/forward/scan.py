@@ -45,7 +45,7 @@ from flash_delta.kernels.device.chunk import (
     store_tile,
     whole_rows,
 )
-from flash_delta.kernels.device.slots import find_state, load_slot
+from flash_delta.kernels.device.slots import load_slot, load_slots
 from flash_delta.kernels.runtime.arguments import (
     checkpoint_table,
     count_checkpoints,
@@ -90,17 +90,6 @@ def load_rates(rates, gammas, head, i, c, chunks, C: tl.constexpr, K: tl.constex
     else:
         gamma = tl.load(rates + head * (4 * C) + 3 * C, mask=chunks > 0, other=0.0)
     return e_q, e_p, b, gamma
-
-
-@triton.jit
-def load_slots(read_indices, write_indices, has_initial_state, n, read_row, write_row, has_row, slots):
-    """Returns, for sequence n, the first state's slot, whether there is one, the last state's slot, and whether n is no
-    padding."""
-    read, stored, well = find_state(read_indices, None, has_initial_state, n, read_row, 0, 0, has_row, 1, slots)
-    write = n
-    if write_indices is not None:
-        write, well = load_slot(write_indices, n, 0, (write_row, 0), slots, well)
-    return read, stored & well, write, well
 
 
 @triton.jit

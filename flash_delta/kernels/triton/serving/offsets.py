@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.device.chunk import bounds
-from flash_delta.kernels.device.slots import load_slot
+from flash_delta.kernels.device.slots import load_slot, load_slots
 from flash_delta.kernels.runtime.arguments import columns, launch_rule, states, table
 from flash_delta.kernels.runtime.plan import Draft
-from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
+from flash_delta.kernels.triton.forward.scan import find_offset
 from flash_delta.kernels.triton.serving.decode import counted, load_state, state_at, tile_of
 from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
 from flash_delta.kernels.triton.tiles import decode_tiles

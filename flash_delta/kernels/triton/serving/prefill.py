@@ -7,10 +7,9 @@ from flash_delta.kernels.runtime.arguments import draft_of
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.plan import Draft, Layout, Making, Plan
 from flash_delta.kernels.runtime.workspace import make_groups
-from flash_delta.kernels.triton.forward.plan import HANDED, run_chunks
-from flash_delta.kernels.triton.forward.scan import run_scan
+from flash_delta.kernels.triton import forward
+from flash_delta.kernels.triton.serving import offsets
 from flash_delta.kernels.triton.serving.decode import run_decode
-from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
 from flash_delta.kernels.triton.serving.prompts import make_convolved, run_after, run_before
 from flash_delta.problem import Around, Inputs, Problem, Slots
 
@@ -21,9 +20,9 @@ def plan_prefill(p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, *,
 
 
 def _scan(c: Draft, o: Layout, s: Slots) -> None:
-    solved, factors, channels = make_groups(c.made, c.p, *HANDED)
-    run_chunks(c, solved, factors, channels)
-    run_scan(c, channels, solved, factors, o, None, None, slots=s)
+    solved, factors, channels = make_groups(c.made, c.p, *forward.plan.HANDED)
+    forward.plan.run_chunks(c, solved, factors, channels)
+    forward.scan.run_scan(c, channels, solved, factors, o, None, None, slots=s)
 
 
 def plan_prompts(
@@ -35,11 +34,11 @@ def plan_prompts(
     o = made.new("o", (p.B, p.T, p.HV, p.V), p.dtype) if s.out is None else s.out
     rule = run_before(c, s, around, make_convolved(made, p))
     if p.pools.checkpoint_offsets:
-        run_scan_to_offset(rule, s, before=True)
+        offsets.run_scan_to_offset(rule, s, before=True)
     scan(rule, o, s)
     if not p.batch_invariant:
         run_decode(rule, s, o)
     if p.pools.checkpoint_offsets:
-        run_scan_to_offset(rule, s, before=False)
+        offsets.run_scan_to_offset(rule, s, before=False)
     run_after(c, s, around, o)
     return c.plan(o)

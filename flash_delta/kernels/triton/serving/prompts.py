@@ -23,7 +23,7 @@ import triton.language as tl
 
 from flash_delta.kernels.device.activation import sigmoid
 from flash_delta.kernels.device.chunk import bounds, find_slot, follow
-from flash_delta.kernels.device.slots import load_slot
+from flash_delta.kernels.device.slots import load_slot, load_slots
 from flash_delta.kernels.runtime.arguments import checkpoint_table, count_checkpoints, launch_rule, table, tokens
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout, Making
@@ -38,7 +38,7 @@ from flash_delta.kernels.triton.elementwise.convolution import (
 )
 from flash_delta.kernels.triton.elementwise.convolution_plans import strides
 from flash_delta.kernels.triton.elementwise.norm import ROWS, activate, reciprocal_rms, row_tile
-from flash_delta.kernels.triton.forward.scan import find_offset, load_slots
+from flash_delta.kernels.triton.forward.scan import find_offset
 from flash_delta.problem import Around, Inputs, Problem, Slots
 
 

@@ -2,12 +2,9 @@
 
 from typing import Any, NamedTuple
 
-import torch
-
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.hopper.plans.boxes import as_taken, describe
 from flash_delta.kernels.hopper.plans.padding import (
-    WIDTHS,
     PaddedResults,
     gradients_in,
     padded,
@@ -15,7 +12,6 @@ from flash_delta.kernels.hopper.plans.padding import (
     run_narrow,
     run_widen,
 )
-from flash_delta.kernels.hopper.plans.splits import split_length
 from flash_delta.kernels.hopper.plans.tape import run_lay_tape
 from flash_delta.kernels.hopper.scalar.backward.finish import run_finish
 from flash_delta.kernels.hopper.scalar.backward.memory import (
@@ -32,6 +28,7 @@ from flash_delta.kernels.hopper.scalar.backward.memory import (
     new_tapes,
 )
 from flash_delta.kernels.hopper.scalar.backward.scan_gradients import run_find_ends, run_scan_gradients
+from flash_delta.kernels.hopper.scalar.choices import goes_back, saved_bytes, saved_groups, segment_length
 from flash_delta.kernels.hopper.scalar.forward.rates import run_rates_back
 from flash_delta.kernels.hopper.scalar.segments.maps import run_compose_back, run_compose_maps, run_find_maps
 from flash_delta.kernels.hopper.scalar.segments.memory import SegmentedScan, maps_in, new_segmented_scan
@@ -39,9 +36,10 @@ from flash_delta.kernels.hopper.scalar.segments.scan import run_retrace
 from flash_delta.kernels.runtime.arguments import draft_of
 from flash_delta.kernels.runtime.chip import Chip
 from flash_delta.kernels.runtime.plan import EVERY, Draft, Layout, Making, Plan
-from flash_delta.kernels.runtime.workspace import ForBackward, Trace, count_bytes, groups_in, make_groups
-from flash_delta.kernels.triton.backward.plan import OutputGradients, make_gradients
+from flash_delta.kernels.runtime.workspace import Trace, groups_in, make_groups
+from flash_delta.kernels.triton.backward.plan import make_gradients
 from flash_delta.kernels.triton.backward.plan import plan_usual_backward as plan_usual
+from flash_delta.kernels.triton.backward.results import OutputGradients
 from flash_delta.kernels.triton.elementwise.total import sum_parts
 from flash_delta.problem import Inputs, Problem
 
@@ -51,36 +49,6 @@ class ForwardLeft(NamedTuple):
 
     trace: bool
     maps: bool
-
-
-def unsupported(p: Problem) -> str | None:
-    """Why ``triton`` runs the backward pass of ``p``, whose forward pass this backend runs. None if it does not."""
-    if p.dtype != torch.bfloat16:
-        return f"U is divided by b, for which {p.dtype} has too few exponents"
-    if not pads(p) and (p.K not in WIDTHS or p.V != p.K):
-        return f"K and V have to be 64 or 128, both; they are {p.K} and {p.V}"
-    return None
-
-
-def goes_back(p: Problem) -> bool:
-    """Whether this backward pass runs."""
-    return p.needs_grad and unsupported(p) is None
-
-
-def saved_groups(p: Problem) -> tuple[type, ...]:
-    """What the forward pass saves for this backward pass. With ``disable_recompute`` also states and U of chunks."""
-    return (ForBackward, Trace) if p.disable_recompute else (ForBackward,)
-
-
-def segment_length(p: Problem, chip: Chip) -> int | None:
-    """Tokens of a segment, in both passes if the backward pass is by hand. None if sequences are not split."""
-    return split_length(p, chip.processors, back=goes_back(p))
-
-
-def saved_bytes(p: Problem) -> int | None:
-    """How many bytes the forward pass saves. None if `triton` runs the backward pass."""
-    wide = padded(p)
-    return count_bytes(wide, *saved_groups(wide)) if goes_back(wide) else None
 
 
 class Kept(NamedTuple):

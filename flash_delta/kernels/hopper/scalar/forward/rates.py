@@ -41,7 +41,7 @@ from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, r
 from flash_delta.kernels.device.gates import BITS, LEAST_DECAY, head_log_decay, head_parameters
 from flash_delta.kernels.hopper.plans.prompt_list import find_slots, is_short, write_prompt_list
 from flash_delta.kernels.hopper.plans.tape import NUMBERS as OF_TAPE
-from flash_delta.kernels.hopper.plans.tape import Tape, lay, most_programs
+from flash_delta.kernels.hopper.plans.tape import PROGRAMS, Tape, lay
 from flash_delta.kernels.hopper.plans.tiles import RATES, RATES_OF_ROWS
 from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts
 from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, table, tokens
@@ -51,7 +51,7 @@ from flash_delta.kernels.runtime.workspace import ForBackward
 from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
-OF_POOL = ["room", "slots", "null_slot", "read_row", "write_row", "has_row"]
+OF_POOL = ["shortest", "fewest", "most", "room", "slots", "null_slot", "read_row", "write_row", "has_row"]
 NUMBERS = [*OF_TAPE, "N", "T", *OF_POOL, "g_batch", "beta_batch"]
 SMALLEST, TINY = tl.constexpr(2.0**-40), tl.constexpr(2.0**-14)  # the least |b|: to divide by, to erase in its chunk
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decode`
@@ -60,9 +60,9 @@ INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decod
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def rates(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, o, out, norms, decays, prompts, read_indices, write_indices,
-    has_initial_state, table, marks, parts, programs, word, patience, chunk_ticks, item_ticks, cut_ticks, cut, room,
-    N, T, slots, null_slot, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides, g_batch, g_strides,
-    beta_batch, beta_strides,
+    has_initial_state, table, marks, parts, programs, word, patience, chunk_ticks, item_ticks, cut_ticks, shortest,
+    fewest, most, room, N, T, slots, null_slot, read_row, write_row, has_row, scale, beta_top, q_strides, k_strides,
+    g_batch, g_strides, beta_batch, beta_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
@@ -73,7 +73,8 @@ def rates(
     tables = (read_indices, write_indices, has_initial_state, read_row, write_row, has_row)
     slots = (slots, null_slot)
     if prompts is not None and slot + first == 0:
-        write_prompt_list(prompts, parts, tables, cu_seqlens, N, T, slots, cut + (room, programs), HV, C, SHORT)  # noqa: RUF005 (Triton has no starred tuples)
+        cutting = (shortest, fewest, most, room, programs)
+        write_prompt_list(prompts, parts, tables, cu_seqlens, N, T, slots, cutting, HV, C, SHORT)
         numbers = (programs, word, patience, chunk_ticks, item_ticks, cut_ticks)
         lay(table, marks, numbers, cu_seqlens, prompts, parts, N, T, HV, C, PACKED, PROGRAMS)
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
@@ -176,13 +177,13 @@ def _run(c: Draft, on_pool: tuple, written: tuple[Layout | None, ...], **form: b
     null = -1 if p.pools is None else p.pools.null_slot
     heads = p.HV // p.H if p.l2norm else max(n for n in (1, 2, 4) if p.HV % n == 0)
     of_tape, numbers = ((None, None), (0,) * len(OF_TAPE)) if tape is None else ((tape.table, tape.marks), tape.numbers)
-    listed, cut, room = (None, (0, 0, 0), 0) if parts is None else (parts.listed, tuple(parts.cut), parts.starts)
+    listed, cut, room = (None, (0, 0, 0), 0) if parts is None else (parts.listed, parts.cut, parts.starts)
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *written, prompts, *tables, *of_tape, listed)
     tile = RATES_OF_ROWS if p.l2norm or p.V > 128 else RATES
     columns = max(2, next_power_of_2(heads))  # Triton 3.6 has no scan for a layout with more warps than columns
     launch_rule(
         c, rates, pointers, (count_slots(p), p.HV // heads, 1), tile,
-        *numbers, cut, room, p.N, p.T, count, null, *(table(t)[0] for t in tables), p.scale, p.beta_range,
+        *numbers, *cut, room, p.N, p.T, count, null, *(table(t)[0] for t in tables), p.scale, p.beta_range,
         strides(x.q), strides(x.k), batch(x.g), tokens(x.g), batch(x.beta), tokens(x.beta),
-        HEADS=heads, BH=columns, PROGRAMS=most_programs(c.chip.processors), **form,
+        HEADS=heads, BH=columns, PROGRAMS=PROGRAMS, **form,
     )  # fmt: skip

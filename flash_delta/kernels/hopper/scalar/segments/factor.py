@@ -78,13 +78,13 @@ def factor_chunk(
         store_inverse(descs.A, at + member, A, fine)
 
 
-@gluon.jit(do_not_specialize=["N", "T", "slots", "k_batch", "HV", "group", "members"])
+@gluon.jit(do_not_specialize=["N", "T", "slots", "k_batch", "HV", "group", "members", "shortest", "fewest", "most"])
 def factor_chunks(
-    k_desc, r_desc, a_desc, cu_seqlens, parts, N, T, slots, k_batch, heads, HV, group, members, cut,
+    k_desc, r_desc, a_desc, cu_seqlens, parts, N, T, slots, k_batch, heads, HV, group, members, shortest, fewest, most,
     WIDTH: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
-    """``parts``, ``cut``: those of prompts on a pool. Then only the chunks before a prompt's last part are needed, and
-    programs take ``slots`` in turns."""
+    """``parts``, ``shortest``, ``fewest``, ``most``: those of prompts on a pool. Then only the chunks before a prompt's
+    last part are needed, and programs take ``slots`` in turns."""
     gdc_launch_dependents()
     slot, hv = gl.program_id(0), gl.program_id(1) * members
     (k_head,) = heads
@@ -116,7 +116,7 @@ def factor_chunks(
         t = 0
         for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
             segment = find_segment(slot, C, cu_seqlens, N, T)
-            _, needed = part_length(segment.stop - segment.start, cut)
+            _, needed = part_length(segment.stop - segment.start, (shortest, fewest, most))
             if (segment.token < segment.stop) & (segment.number < needed):
                 factor_chunk(
                     descs, tiles, scratch, full, rfull, slot, hv, segment, k_batch, k_head, t, HV, group, members, WIDTH
@@ -129,12 +129,12 @@ def run_factor_chunks(c: Draft, rates: Layout, w: SegmentedScan | PromptParts) -
     p, x = c.p, c.x
     group, slots = p.HV // p.H, count_slots(p)
     members = gcd(group, MEMBERS)
-    parts, cut, programs = None, None, slots
+    parts, cut, programs = None, (None,) * 3, slots
     if isinstance(w, PromptParts):
-        parts, cut = w.listed, tuple(w.cut)
+        parts, cut = w.listed, w.cut
         programs = min(slots, max(1, FACTOR_PROGRAMS * c.chip.processors * members // p.HV))
     arguments = (
         ragged(x.k, p.K), lines(rates), inverses(w.A), x.cu_seqlens, parts, p.N, p.T, slots, token_stride(x.k),
-        (x.k.stride(2),), p.HV, group, members, cut,
+        (x.k.stride(2),), p.HV, group, members, *cut,
     )  # fmt: skip
     launch_rule(c, factor_chunks, arguments, (programs, p.HV // members, 1), FACTOR, FINE=fine(p), follows=True)
