@@ -33,6 +33,7 @@ LONG = {  # of tests with many cases, those that take long: beside each of them 
     "test_mix.py::test_packed_projection[3-True-whole]",
     "test_mix.py::test_packed_projection[one-False-whole]",
     "test_mix.py::test_packed_projection[one-True-packed]",
+    "test_packs.py::test_no_call_of_a_model_misses[Qwen3.5]",
     "test_parallel.py::test_ranks_equal_one_device[4]",
     "test_prefill.py::test_batch_invariance[kda-triton]",
     "test_prefill.py::test_checkpoints[kda-raw-False-triton]",

@@ -64,7 +64,7 @@ def run(tmp_path_factory, text):
 
 def test_help_names_the_commands():
     for program, commands in (
-        (flash, "info check train generate report"),
+        (flash, "info check train generate report pack"),
         (flash_dev, "check bench report tune compile"),
     ):
         result = program("--help")
@@ -77,6 +77,22 @@ def test_info_says_what_is_here_and_which_backend_runs():
     assert result.exit_code == 0, result.output
     for words in (flash_delta.__version__, "torch", "transformers", "cpu", "chunk_kda", "chosen"):
         assert words in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--model", "Qwen2"), "model: expected one of Qwen3-Next, "),
+        (("--model", "Qwen3-Next", "--tp", "3"), "tp: expected some of 1, 2, 4, 8 for Qwen3-Next, got 3"),
+        (("--model", "Qwen3-Next", "--target", "sm_70"), "target: expected one of sm_80, "),
+    ],
+)
+def test_a_pack_that_cannot_be(tmp_path, options, error):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    result = flash("pack", *options, "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert error in result.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_train_leaves_checkpoints_and_a_model(run):

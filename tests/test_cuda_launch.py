@@ -72,12 +72,11 @@ def fake(tmp_path_factory):
         nvidia.library_dirs.cache_clear()
         cuda_driver.library.cache_clear()
         target = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
-        active = SimpleNamespace(
-            get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda index: 77
-        )
+        active = SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
         m.setattr(driver, "_active", active)
         active.utils = nvidia.CudaUtils()
-        m.setattr(cuda_driver, "load", lambda compiled: compiled.function)
+        m.setattr(cuda_driver, "load", lambda kernel, compiled: compiled.function)
+        m.setattr(cuda_driver, "stream_of", lambda index: 77)
         m.setattr(fastcall, "loaded", None)  # and in the end as before
         m.setattr(fastcall, "key", fastcall.look)
         loaded.cuCtxSetCurrent(ctypes.c_void_p(8))
@@ -131,12 +130,12 @@ def replay_of(compiled, q, bounds, start=None):
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_the_driver_gets_what_tritons_launcher_hands_over(fake, overlaps):
+def test_the_driver_gets_what_tritons_launcher_hands_over(fake, monkeypatch, overlaps):
     """Called again and again: with the same addresses, with others, on another stream."""
     compiled = kernel(overlaps=overlaps)
     q, bounds, other = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32), torch.empty(640, 128).half()
     current = [77]
-    driver.active.get_current_stream = lambda index: current[0]
+    monkeypatch.setattr(cuda_driver, "stream_of", lambda index: current[0])
     replay = replay_of(compiled, q, bounds)
     for stream, first in ((77, q), (77, q), (77, other), (78, other), (78, q)):
         current[0] = stream
@@ -150,7 +149,6 @@ def test_the_driver_gets_what_tritons_launcher_hands_over(fake, overlaps):
 def test_descriptors_and_pointers_into_a_workspace(fake):
     """They move with it."""
     compiled, bounds = kernel(), torch.empty(4, dtype=torch.int32)
-    driver.active.get_current_stream = lambda index: 77
     memories = [torch.empty(256 + 640 * 128 * 2, dtype=torch.uint8) for _ in range(2)]
     parts = [memory[256:].view(torch.bfloat16).view(640, 128) for memory in memories]
     replay = replay_of(compiled, memories[0], bounds, 256)
@@ -319,7 +317,6 @@ def test_a_call_without_launches(fake):
 def test_a_frame_keeps_no_tensor_and_nothing_that_is_collected(fake):
     q, bounds = torch.empty(640, 128).bfloat16(), torch.empty(4, dtype=torch.int32)
     alive, replay = [weakref.ref(t) for t in (q, bounds)], replay_of(kernel(), q, bounds)
-    driver.active.get_current_stream = lambda index: 77
     replay.launch(DEVICE, (q, bounds))
     del q, bounds
     assert [ref() for ref in alive] == [None, None]
@@ -403,7 +400,7 @@ def test_threads_do_not_share_what_they_write(fake, monkeypatch):
 
     stands_in(monkeypatch, launch)
     streams = threading.local()
-    monkeypatch.setattr(driver.active, "get_current_stream", lambda index: streams.own)
+    monkeypatch.setattr(cuda_driver, "stream_of", lambda index: streams.own)
     replay = replay_of(kernel(), q, bounds)
 
     def call(start):

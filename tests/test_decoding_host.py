@@ -98,7 +98,7 @@ def addresses_of_steps(place, gradients):
     with (
         torch.set_grad_enabled(gradients),
         pretended_gpu(place),
-        patch.object(cuda_driver, "load", lambda compiled: ctypes.addressof(function)),
+        patch.object(cuda_driver, "load", lambda kernel, compiled: ctypes.addressof(function)),
         patch.object(run, "run_new", looking),
     ):
         for _ in range(4):

@@ -21,7 +21,7 @@ from flash_delta import chunk_gated_delta_rule
 from flash_delta.kernels.hopper import backend
 from flash_delta.kernels.hopper.plans import prompt_list
 from flash_delta.kernels.hopper.plans.tiles import NARROW, SLIM, WIDE, pool_loops
-from flash_delta.kernels.hopper.scalar import listed, plan
+from flash_delta.kernels.hopper.scalar import choices, plan
 from flash_delta.kernels.hopper.scalar.forward import loop
 from flash_delta.kernels.hopper.scalar.prefill import plan_prefill
 from flash_delta.kernels.hopper.scalar.segments import factor, maps, memory
@@ -80,7 +80,7 @@ def take(noted):
 def cut_prompts_at(monkeypatch, *numbers):
     """Prompts are cut into parts, by the numbers of a `Cut`."""
     _known_calls.calls.clear()
-    for module in (memory, listed):
+    for module in (memory, choices):
         monkeypatch.setattr(module, "cut_prompts", lambda p, processors: Cut(*numbers))
     monkeypatch.setattr(factor, "FACTOR_PROGRAMS", 1)  # so that each factors several chunks
 

@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "report": {"training", "models", "layers", "ops", "page"},
     "testing": {"reference", "problem"},
     "compiler": {"ops", "kernels"},
-    "cli": {"report", "training", "models", "ops", "testing", "compiler"},
+    "packs": {"integrations", "layers", "ops"},
+    "cli": {"report", "training", "models", "ops", "testing", "compiler", "packs"},
     # The workshop's rooms. No room of the library may import them.
     "workshop.check": {"testing", "reference", "problem"},
     # Layers of transformers are contestants, and what is around the rule stands beside those that lack it.
@@ -73,7 +74,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 36_730, "workshop": 6_014, "tests": 32_702}
+LINES = {"flash_delta": 37_496, "workshop": 6_015, "tests": 32_946}
 
 
 def room(path: Path) -> str:
@@ -164,9 +165,9 @@ def test_budgets_of_c():
 
 
 MEMORIES = {"run.compiled", "run.calls_that_compiled"}  # and the launches in a `KnownCall`, which is no module's
-FACTS = {  # remembered of kernels, chips and sizes: nothing in them depends on a call's tensors
+FACTS = {  # remembered of kernels, chips, files and sizes: nothing in them depends on a call's tensors
     "chip._chip", "cuda_driver._driven", "cuda_driver._thread", "cuda_driver.kernel_of", "cuda_driver.library",
-    "launch.several_devices", "run._specializations", "workspace._layout",
+    "launch.several_devices", "pack.identity", "pack.packs", "run._specializations", "workspace._layout",
 }  # fmt: skip
 
 

@@ -29,7 +29,8 @@ from flash_delta.kernels.runtime.plan import (
     row_stride,
 )
 from flash_delta.kernels.runtime.run import name_of, run
-from flash_delta.kernels.triton.backward.plan import OutputGradients, Saved, plan_backward
+from flash_delta.kernels.triton.backward.plan import plan_backward
+from flash_delta.kernels.triton.backward.results import OutputGradients, Saved
 from flash_delta.kernels.triton.elementwise.convolution_plans import (
     ConvolutionGradients,
     plan_convolve,
@@ -95,7 +96,7 @@ def test_copies_are_memory_that_is_filled(strided):
     assert forward.workspace_bytes == 5 * 7 * 64 * 2 * strided
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["m"])
+@triton.jit(do_not_specialize=["n", "strides"], do_not_specialize_on_alignment=["m"])  # Triton does so for no tuple
 def example(x, y, n, m, stride, strides, real, ROWS: tl.constexpr):
     tl.store(x, tl.load(x) + n + m + stride + strides[0] + strides[1] + real)
     if y is not None:

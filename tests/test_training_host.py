@@ -128,7 +128,7 @@ def addresses_of_passes(place, make_step, kind, contiguous, pointers):
 
     function = (ctypes.c_uint64 * (1 + pointers))(pointers, *[8] * pointers)  # see fake_cuda.c
     kept.append(function)
-    with pretended_gpu(place), patch.object(cuda_driver, "load", lambda compiled: ctypes.addressof(function)):
+    with pretended_gpu(place), patch.object(cuda_driver, "load", lambda kernel, compiled: ctypes.addressof(function)):
         T = 200 if contiguous else 300  # of which the process knows nothing yet
         for _ in range(5):
             inputs, y = make_step(T, kind)

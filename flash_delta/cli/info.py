@@ -15,7 +15,7 @@ def info() -> None:
     import torch
 
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    show([_versions(), _machine(devices), _backends(devices)])
+    show([_versions(), _machine(devices), *_kernels(devices), _backends(devices)])
 
 
 def _versions() -> Table:
@@ -48,6 +48,19 @@ def _machine(devices: list["torch.device"]) -> Table:
             capability = torch.backends.cpu.get_cpu_capability()
             rows.append((str(device), f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads"))
     return Table(("device", "what it is"), rows)
+
+
+def _kernels(devices: list["torch.device"]) -> list[Table]:
+    """Where NVIDIA's GPUs get kernels from."""
+    import torch
+
+    devices = [] if torch.version.hip else [device for device in devices if device.type == "cuda"]
+    if not devices:
+        return []
+    from flash_delta.compiler.installed import sources_of_kernels
+
+    rows = [(str(device), *row) for device in devices for row in sources_of_kernels(device)]
+    return [Table(("device", "kernels from", "what for"), rows)]
 
 
 def _backends(devices: list["torch.device"]) -> Table:

@@ -29,7 +29,7 @@ class Compiled(NamedTuple):
 _devices = count()  # kernels cache compiled code per device, so a new device number means an empty cache
 
 
-class _Driver:
+class Driver:
     """Stands in for the GPU's driver, which Triton asks for target, device and stream."""
 
     def __init__(self, target: str):
@@ -70,7 +70,7 @@ def offline(target: str) -> Iterator[list[Compiled]]:
     with (
         knobs.compilation.scope(),
         knobs.nvidia.scope(),
-        patch.object(driver, "_active", _Driver(target)),
+        patch.object(driver, "_active", Driver(target)),
         patch.object(JITFunction, "run", warm_up),
         patch.object(JITFunction, "_do_compile", record),
     ):

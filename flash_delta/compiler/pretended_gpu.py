@@ -24,10 +24,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from flash_delta.kernels.runtime import cuda_driver, run
+from flash_delta.kernels.runtime import chip, cuda_driver, run
 from flash_delta.ops import _known_calls
 
-DEVICE = torch.device("cuda", 0)
+DEVICE, STREAM = torch.device("cuda", 0), 77
 H200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 kept: list[Any] = []  # as long as there may be launches
 numbers = count(1000)  # of GPUs, which have caches of their own
@@ -44,15 +44,15 @@ def fake_driver(place: Path) -> ctypes.CDLL:
         cached.cache_clear()
     target = SimpleNamespace(backend="cuda", arch=90, warp_size=32)
     driver._active = SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda index: 77
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda index: STREAM
     )
     driver._active.utils = nvidia.CudaUtils()
     return loaded
 
 
 @contextmanager
-def pretended_gpu(place: Path) -> Iterator[ctypes.CDLL]:
-    """Every tensor says that it is on a GPU."""
+def pretended_gpu(place: Path, gpu: Any = H200) -> Iterator[ctypes.CDLL]:
+    """Every tensor says that it is on a GPU. ``gpu``: its properties."""
 
     def here(new: Callable[..., Tensor], *sizes: Any, device: Any = None, **options: Any) -> Tensor:
         return new(*sizes, **options)
@@ -66,11 +66,14 @@ def pretended_gpu(place: Path) -> Iterator[ctypes.CDLL]:
             (torch, "empty_strided", partial(here, torch.empty_strided)),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "device_count", lambda: 1),
-            (torch.cuda, "get_device_properties", lambda index: H200),
+            (torch.cuda, "get_device_properties", lambda index: gpu),
             (JITFunction, "warmup", compiled),
-            (cuda_driver, "load", lambda compiled: compiled.function),
+            (cuda_driver, "load", lambda kernel, compiled: compiled.function),
+            (cuda_driver, "stream_of", lambda index: STREAM),
         ):
             stack.enter_context(patch.object(where, name, stand_in, create=True))
+        chip._chip.cache_clear()
+        stack.callback(chip._chip.cache_clear)
         yield loaded
 
 

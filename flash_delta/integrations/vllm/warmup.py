@@ -27,11 +27,11 @@ def warm(module: Any, layer_of: Callable[[Any], tuple[Layer, Tokens]]) -> bool:
         key = type(module), str(module.get_state_shape()), str(module.get_state_dtype())
         if key in _warm:
             return True
-        layer, x = layer_of(_caches(module))
+        layer, x = layer_of(caches(module))
         if len(x.q) < LEAST:
             return True
-        batches = [calls_of(layer, x.first(batch.num_actual_tokens), batch) for batch in _batches(module, x)]
-        calls = [call for calls, _ in batches for call in calls]
+        found = [calls_of(layer, x.first(batch.num_actual_tokens), batch) for batch in batches(module, x)]
+        calls = [call for calls, _ in found for call in calls]
         if not takes(module, calls):
             return False
         for op, arguments in calls:
@@ -43,7 +43,7 @@ def warm(module: Any, layer_of: Callable[[Any], tuple[Layer, Tokens]]) -> bool:
     return True
 
 
-def _caches(module: Any) -> tuple[Tensor, ...]:
+def caches(module: Any) -> tuple[Tensor, ...]:
     """Caches as vLLM makes them. A page has the windows of a block, and then its states."""
     pools = list(zip(module.get_state_shape(), module.get_state_dtype(), strict=True))
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in pools]
@@ -57,7 +57,7 @@ def _caches(module: Any) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _batches(module: Any, x: Tokens) -> Iterator[SimpleNamespace]:
+def batches(module: Any, x: Tokens) -> Iterator[SimpleNamespace]:
     """Metadata as vLLM makes them. One decoding row has other strides than several, so both are tried."""
     device = x.q.device
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from flash_delta.kernels.runtime import fastcall
@@ -29,6 +28,11 @@ LETTERS = {  # letters of `struct`, by Triton's names of types
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "fp64": "d", "constexpr": "x",
 }  # fmt: skip
+SHARED_BY_DEFAULT = 48 * 1024  # bytes; a kernel has to ask for more
+MAX_THREADS, SHARED_SIZE, MAX_DYNAMIC_SHARED_SIZE = 0, 1, 8  # CU_FUNC_ATTRIBUTE_...
+MAX_SHARED_MEMORY = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
+stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of a device's number; torch for CPUs has none
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread that has not used CUDA yet has none
 _thread = local()  # it has `has_context` once `ensure_context` has looked
 
@@ -56,13 +60,20 @@ class BoundStep(NamedTuple):
 
 @lru_cache(None)
 def kernel_of(compiled: Any) -> Kernel:
+    """A kernel that Triton has compiled, loaded on the current device."""
+    kernel = facts_of(compiled)
+    return kernel._replace(function=load(kernel, compiled))
+
+
+def facts_of(compiled: Any) -> Kernel:
+    """The kernel, not loaded."""
     m = compiled.metadata
     metas = m.tensordesc_meta or ()
     described = iter(metas)
     letters = "".join(_letters(kind, described) for kind in compiled.src.signature.values())
     return Kernel(
-        compiled.name, load(compiled), 32 * m.num_warps, m.shared, m.launch_pdl, m.global_scratch_size,
-        f"({letters})".encode(), b"".join(map(_tiles, metas)),
+        compiled.name, 0, 32 * m.num_warps, m.shared, m.launch_pdl, m.global_scratch_size, f"({letters})".encode(),
+        b"".join(map(_tiles, metas)),
     )  # fmt: skip
 
 
@@ -84,16 +95,35 @@ def _tiles(meta: dict[str, Any]) -> bytes:
     return pack("9I", dtype, meta["elem_size"], meta["swizzle"], len(box), *box, *[1] * (AXES - len(box)))
 
 
-def load(compiled: Any) -> int:
-    """The driver's handle of a kernel. Triton also gets it like this, but then makes its launcher, too."""
-    utils, device, m = driver.active.utils, driver.active.get_current_device(), compiled.metadata
-    most = utils.get_device_properties(device)["max_shared_mem"]
-    if m.shared > most:
-        raise OutOfResources(m.shared, most, "shared memory")
-    _, function, _, _, most = utils.load_binary(compiled.name, compiled.kernel, m.shared, device)
-    if 32 * m.num_warps > most:
-        raise OutOfResources(32 * m.num_warps, most, "threads")
-    return function
+def load(kernel: Kernel, compiled: Any) -> int:
+    return load_code(kernel, compiled.kernel)
+
+
+def load_code(kernel: Kernel, code: bytes) -> int:
+    """The driver's handle of a kernel, in the current context. Triton also gets it like this, but then makes its
+    launcher, too."""
+    cuda, module, function = library(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check(cuda.cuModuleLoadData(ctypes.byref(module), code), f"load {kernel.name}")
+    _check(cuda.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), f"find {kernel.name}")
+    most = _attribute(function, MAX_THREADS)
+    if kernel.threads > most:
+        raise OutOfResources(kernel.threads, most, "threads")
+    if kernel.shared > SHARED_BY_DEFAULT:
+        device, most = ctypes.c_int(), ctypes.c_int()
+        _check(cuda.cuCtxGetDevice(ctypes.byref(device)), "find the context's device")
+        _check(cuda.cuDeviceGetAttribute(ctypes.byref(most), MAX_SHARED_MEMORY, device), "ask for the shared memory")
+        if kernel.shared > most.value:
+            raise OutOfResources(kernel.shared, most.value, "shared memory")
+        _check(cuda.cuFuncSetCacheConfig(function, PREFER_SHARED), "prefer shared memory")
+        dynamic = most.value - _attribute(function, SHARED_SIZE)
+        _check(cuda.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE, dynamic), "allow shared memory")
+    return function.value
+
+
+def _attribute(function: ctypes.c_void_p, number: int) -> int:
+    found = ctypes.c_int()
+    _check(library().cuFuncGetAttribute(ctypes.byref(found), number, function), "ask about a kernel")
+    return found.value
 
 
 class Replay:
@@ -121,7 +151,7 @@ class Replay:
         self.size, self.has_places = size + scratch, bool(places)
         self.names = tuple(step.kernel.name for step in steps)
         c = fastcall.load()
-        self.start, self.stream_of = c.launch, driver.active.get_current_stream
+        self.start, self.stream_of = c.launch, stream_of
         self.template = c.frame(*_driven(library()), tuple(steps), tensors, places, scratch > 0, address)
         self.frames = [self.template]  # frames that no thread uses; while one thread launches, others may run
 

