@@ -10,6 +10,8 @@
 #             LLaMA-Factory, ms-swift, torchtitan, verl), and by Hugging Face kernels in transformers, on a CPU: twenty
 #             minutes on two cores, four of them to set up (3 GB)
 # make hub    the package for Hugging Face kernels, in build/hub. It needs Python alone
+# make kernels the wheel flash-delta-kernels in build/wheels: kernels for sm_90a, compiled without a GPU by the oldest and the
+#             newest Triton. Half an hour on two cores. Needs a C compiler
 # make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
 #             Python 3.11. Broken links and docstrings fail. The build needs no network
 # make docs-links asks every external address of the site: needs a network
@@ -25,7 +27,7 @@ export OMP_NUM_THREADS := 1
 TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
 OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 
-.PHONY: demo test test-all triton newest engines hub docs docs-links clean
+.PHONY: demo test test-all triton newest engines hub kernels docs docs-links clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -84,6 +86,12 @@ engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/mega
 
 hub:
 	$(PYTHON) hub/build.py build/hub
+
+kernels: .venv/installed $(OLDEST_AND_NEWEST)
+	rm -rf build/kernels build/wheels
+	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta pack --model all --out build/kernels || exit; done
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w build/wheels ./wheel
+	ls -l build/wheels
 
 .venv/engines/installed: pyproject.toml tests/engines/needs.py
 	$(PYTHON) -m venv .venv/engines

@@ -2,7 +2,9 @@
 
 import email
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import flash_delta
 from flash_delta.integrations._fla_mirror import homes
 from flash_delta.integrations._fla_names import FLA, PATHS
 
@@ -39,6 +42,33 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     stub = f"{FLA.replace('.', '/')}/ops/kda/chunk.pyi"
     assert {"flash_delta/py.typed", "flash_delta/kernels/runtime/fastcall/key.c", stub} <= files
     assert "flash_delta/compiler/fake_cuda.c" in files
+
+
+def test_the_wheel_of_kernels_is_found_by_its_name(tmp_path):
+    if find_spec("hatchling") is None:
+        pytest.skip("needs hatchling")
+    shutil.copytree(ROOT / "wheel", tmp_path / "wheel")
+    for path, text in {"flash_delta/__init__.py": '__version__ = "0.1.2"', "build/kernels/a.zip": "pack"}.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path]
+    subprocess.run(command, cwd=tmp_path / "wheel", check=True)
+    (path,) = tmp_path.glob("*.whl")
+    assert path.name == f"flash_delta_kernels-0.1.2-py3-none-manylinux_2_17_{platform.machine()}.whl"
+    with zipfile.ZipFile(path) as file:
+        file.extractall(tmp_path / "installed")
+    code = "from flash_delta.kernels.runtime.fastcall.built import folders; print(*folders())"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'installed'}{os.pathsep}{ROOT}"}
+    environment.pop("FLASH_DELTA_KERNELS", None)
+    found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    folder = tmp_path / "installed/flash_delta_kernels"
+    assert found.stdout.split() == [str(folder)]
+    assert (folder / "a.zip").read_text() == "pack"
+
+
+def test_an_extra_brings_the_kernels_of_this_version():
+    extra = f'\nkernels = ["flash-delta-kernels=={flash_delta.__version__}"]'
+    assert extra in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_long_description_leads_nowhere_else(wheel):

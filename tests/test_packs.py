@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import zipfile
 from contextlib import contextmanager
@@ -95,6 +96,13 @@ def test_nothing_is_compiled_where_a_pack_is(process, place, made):
     assert (names, said, kinds) == ([], [], {"Kernel"})
     assert Path(module).parent == made[0]
     assert count >= len(KERNELS)
+
+
+def test_the_module_loads_where_the_wheel_says(made):
+    (module,) = made[0].glob("*.so")
+    needed = {int(number) for number in re.findall(rb"\0GLIBC_2\.(\d+)", module.read_bytes())}
+    assert needed
+    assert max(needed) <= 17, "wheel/platform_tag.py promises glibc 2.17"
 
 
 def changed(path, **contents):

@@ -199,6 +199,16 @@ def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.con
 
 
 @triton.jit
+def reciprocal_lengths(x, strides, token, stop, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
+    """``(sum x^2 + eps)^{-1/2}`` of the rows of a chunk, [C]."""
+    squares = tl.zeros([C, W], tl.float32)
+    for column in range(0, K, W):
+        tile = load_tile(x, strides, token, stop, column, K, C, W).to(tl.float32)
+        squares += tile * tile
+    return tl.rsqrt(tl.sum(squares, 1) + 1e-6)
+
+
+@triton.jit
 def store_tile(
     x, strides, tile, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False
 ):

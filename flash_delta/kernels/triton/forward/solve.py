@@ -34,6 +34,7 @@ from flash_delta.kernels.device.chunk import (
     load_block,
     load_row,
     load_tile,
+    reciprocal_lengths,
     rows_of,
 )
 from flash_delta.kernels.device.gates import head_log_decay, head_parameters
@@ -98,16 +99,6 @@ def inverses(M0, M1, PRODUCTS: tl.constexpr):
         for level in range(1, 4):
             A1, T1 = doubled(A1, T1, M1, level, PRODUCTS)
     return A0, T0, A1, T1
-
-
-@triton.jit
-def reciprocal_lengths(x, strides, token, stop, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """``(sum x^2 + eps)^{-1/2}`` of the rows of a chunk, [C]."""
-    squares = tl.zeros([C, W], tl.float32)
-    for column in range(0, K, W):
-        tile = load_tile(x, strides, token, stop, column, K, C, W).to(tl.float32)
-        squares += tile * tile
-    return tl.rsqrt(tl.sum(squares, 1) + 1e-6)
 
 
 @triton.jit

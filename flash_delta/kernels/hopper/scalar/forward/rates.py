@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.device.activation import strength
-from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, rows_of, store_tile
+from flash_delta.kernels.device.chunk import C, count_slots, find_chunk, lead, reciprocal_lengths, rows_of, store_tile
 from flash_delta.kernels.device.gates import BITS, LEAST_DECAY, head_log_decay, head_parameters
 from flash_delta.kernels.hopper.plans.prompt_list import find_slots, is_short, write_prompt_list
 from flash_delta.kernels.hopper.plans.tape import NUMBERS as OF_TAPE
@@ -48,7 +48,6 @@ from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, t
 from flash_delta.kernels.runtime.chip import next_power_of_2
 from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.kernels.runtime.workspace import ForBackward
-from flash_delta.kernels.triton.forward.solve import reciprocal_lengths
 from flash_delta.problem import Problem, Slots
 
 OF_POOL = ["shortest", "fewest", "most", "room", "slots", "null_slot", "read_row", "write_row", "has_row"]
