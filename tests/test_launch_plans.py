@@ -304,4 +304,45 @@ def test_packed_sequences_whose_lengths_only_the_device_knows(process, place, on
     assert compilations == 1
 
 
+def forms_for(place, kind, every_heads):
+    """For each of several (H, HV) the kernels that a first call with so many heads compiles, with their names."""
+    import flash_delta
+    from flash_delta.kernels.runtime import run
+
+    rule, what, backend = kind.split()
+    found, training = [], what == "training"
+    for H, HV in every_heads:
+        shape = {"decode": (4, 1), "prefill": (1, 512)}.get(what, (2, 512))
+        q, v = torch.zeros(*shape, H, 128, dtype=torch.bfloat16), torch.zeros(*shape, HV, 128, dtype=torch.bfloat16)
+        g, beta, options = v if rule == "kda" else v[..., 0].float(), torch.zeros(v.shape[:3], dtype=torch.bfloat16), {}
+        if what in ("decode", "prefill"):
+            rows = torch.arange(4, dtype=torch.int32)
+            options = {"state_pool": torch.zeros(4, HV, 128, 128), "read_indices": rows, "write_indices": rows}
+            options |= {"state_v_first": True, "use_gate_in_kernel": True, "A_log": torch.zeros(HV)}
+        if what == "prefill":
+            options["cu_seqlens"] = torch.arange(5, dtype=torch.int32) * 128
+        name = f"{what if options else 'chunk'}_{'kda' if rule == 'kda' else 'gated_delta_rule'}"
+        with watched(place), torch.set_grad_enabled(training):
+            x = [q.requires_grad_(training), q.detach(), v, g, beta]
+            o = getattr(flash_delta, name)(*x, use_qk_l2norm_in_kernel=True, backend=backend, **options)
+            if training:
+                torch.autograd.grad(o[0], q, o[0])
+            found.append({(compiled.name, *form[1:]) for form, compiled in run.compiled.items()})
+    return found
+
+
+SERVED = [f"{rule} {what} triton" for rule in ("gdn", "kda") for what in ("decode", "prefill")]
+KINDS = [
+    f"{rule} {what} {by}" for rule in ("gdn", "kda") for what in ("forward", "training") for by in ("triton", "hopper")
+]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SERVED, "gdn prefill hopper", "kda prefill hopper"])
+def test_no_number_of_heads_compiles_anything(process, place, kind):
+    """If there are as many value heads per key head. (With few heads there may be other launches.)"""
+    heads = ((6, 6), (5, 5)) if kind.startswith("kda") else ((8, 16), (5, 10))
+    first, second = process.submit(forms_for, place, kind, heads).result()
+    assert {name for name, *_ in first ^ second} == ({"scan"} if "prefill triton" in kind else set())
+
+
 LONG = ((8, 1, 1000), (8, 2, 4224), (8, 12, 250), (64, 1, 8192), (64, 2, 8192))

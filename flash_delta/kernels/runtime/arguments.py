@@ -12,6 +12,10 @@ from flash_delta.kernels.runtime.plan import EVERY, Draft, Layout, Making, Step
 from flash_delta.problem import SHORT, Inputs, Problem, Slots
 
 LONG = 2**30  # in tokens, more than any sequence has
+# Numbers that kernels take between their other numbers and their constants. So no number of heads compiles kernels, and
+# only their ratio may, which is GROUP as a constant, and ``group`` where it may be a number, too.
+HEADS = "H", "HV", "group"
+PER_TOKEN = ["g_token", "g_head", "beta_token", "beta_head"]  # strides of single numbers, whose alignment never matters
 
 
 def draft_of(p: Problem, chip: Chip, x: Inputs, choice: Any = None, made: Making | None = None) -> Draft:
@@ -38,10 +42,11 @@ def launch_rule(
     contracts: bool = True,
     **own: Any,
 ) -> None:
-    """Plans a launch with the problem's constants that the kernel has parameters for. ``own``: constants of this
-    launch."""
+    """Plans a launch with the problem's numbers and constants that the kernel has parameters for. ``own``: constants of
+    this launch."""
     arguments, constants = (*pointers, *scalars), {"BV": columns(c.p, t), **c.constants, **own}
     used = {name: constants[name] for name in kernel.arg_names[len(arguments) :] if name in constants}
+    arguments += tuple([used.pop(name) for name in [*used] if name in HEADS])
     c.steps.append(Step(kernel, grid, t, arguments, used, follows and constants["OVERLAP"], contracts))
 
 
@@ -55,11 +60,11 @@ def state_unit(p: Problem) -> float:
 
 def _of_problem(p: Problem, chip: Chip, x: Inputs) -> dict[str, Any]:
     return {
-        "H": p.H, "HV": p.HV, "K": p.K, "BK": block(p.K), "V": p.V, "C": C, "PACKED": p.packed,
-        "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm, "ERASE": p.erase is not None,
-        "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None, "PRECISION": precision(p.dtype, chip),
-        "OVERLAP": overlaps(p, chip), "SHORT": short(p), "WIDTH": p.K, "V_FIRST": p.state_v_first,
-        "REFLECTS": p.most_beta > 1, **p.gate.constants(),
+        "H": p.H, "HV": p.HV, "group": p.HV // p.H, "GROUP": p.HV // p.H, "K": p.K, "BK": block(p.K), "V": p.V, "C": C,
+        "PACKED": p.packed, "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm,
+        "ERASE": p.erase is not None, "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None,
+        "PRECISION": precision(p.dtype, chip), "OVERLAP": overlaps(p, chip), "SHORT": short(p), "WIDTH": p.K,
+        "V_FIRST": p.state_v_first, "REFLECTS": p.most_beta > 1, **p.gate.constants(),
     }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def store_maps(inverted, tile, sD):
 
 
 @gluon.jit
-def factor_role(sD, made, bars, work, HV: gl.constexpr, BOUNDED: gl.constexpr):
+def factor_role(sD, made, bars, work, HV, BOUNDED: gl.constexpr):
     """Makes A and P. ``made``: `StepFactors`. sD: as in `invert`."""
     NX: gl.constexpr = made.rows.shape[0]
     zero = gl.zeros([2 * STEP, STEP], gl.float32, NARROW_ROWS)

@@ -51,10 +51,10 @@ def fallen(g, places, own, begin, constants, RAW_GATE: gl.constexpr, BOUNDED: gl
     return gl.sum(total, 0)
 
 
-@gluon.jit(do_not_specialize=["T", "parts", "g_batch"])
+@gluon.jit(do_not_specialize=["T", "parts", "g_batch", "HV"])
 def find_forgetting(
     g, A_log, dt_bias, cu_seqlens, forgets, T, parts, bound, g_batch, g_strides,
-    HV: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    HV, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Program (parts - 1) i + j writes its number of ``forgets``. This is 1 if gates forget before part j + 1 of state
     i, or if there is no such part. Otherwise it is 0."""

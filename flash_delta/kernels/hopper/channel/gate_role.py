@@ -203,7 +203,7 @@ def is_last(flag):
 
 @gluon.jit
 def gate_role(
-    totals, given, made, bars, gate, work, HV: gl.constexpr, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
+    totals, given, made, bars, gate, work, HV, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, RAW_BETA: gl.constexpr,
 ):  # fmt: skip
     """Makes the factors of each step except A and P. ``given``: `Tiles`. ``made``: `StepFactors`. ``gate``:

@@ -12,7 +12,7 @@ from flash_delta.kernels.hopper.device.work_items import clear_padding, find_pie
 
 
 @gluon.jit
-def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr):
+def load_keys(descs, tiles, bars, places, work, HV):
     """The role that loads q, k and g."""
     NR: gl.constexpr = tiles.q.shape[0]
     t = 0
@@ -36,7 +36,7 @@ def load_keys(descs, tiles, bars, places, work, HV: gl.constexpr):
 
 
 @gluon.jit
-def load_values(desc, sv, bars, places, block, work, NS: gl.constexpr, HV: gl.constexpr):
+def load_values(desc, sv, bars, places, block, work, NS: gl.constexpr, HV):
     """The role that loads v."""
     NV: gl.constexpr = sv.shape[0]
     V: gl.constexpr = sv.shape[2]
@@ -57,7 +57,7 @@ def load_values(desc, sv, bars, places, block, work, NS: gl.constexpr, HV: gl.co
 
 
 @gluon.jit
-def clear_role(o, work, HV: gl.constexpr):
+def clear_role(o, work, HV):
     """Writes zeros to o after the last sequence. On a pool `list_prompts` does this."""
     items, T = work.items, work.T
     if work.cu_seqlens is not None and work.prompts is None:

@@ -79,7 +79,7 @@ from flash_delta.kernels.hopper.device.work_items import Work, ends, enter, find
 from flash_delta.kernels.hopper.plans.boxes import handed_by, ragged, states, strides
 from flash_delta.kernels.hopper.plans.tape import Tape, run_lay_tape
 from flash_delta.kernels.hopper.plans.tiles import BY_HAND, CHANNEL_LOOP, ChannelTile
-from flash_delta.kernels.runtime.arguments import batch, launch_rule, tokens
+from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, tokens
 from flash_delta.kernels.runtime.plan import Draft, Layout
 
 OUTPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # [64, 64]
@@ -124,7 +124,7 @@ def store_halves(desc, slot, row, v, so, S, S2, HALVES: gl.constexpr, V_FIRST: g
 
 @gluon.jit
 def state_role(
-    buffers, descs, sv, made, bars, checkpoints, work, block, HV: gl.constexpr, INITIAL: gl.constexpr,
+    buffers, descs, sv, made, bars, checkpoints, work, block, HV, INITIAL: gl.constexpr,
     V_FIRST: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Carries the state. ``sv``: the ring of v. ``made``: `StepFactors`. ``checkpoints``: `Checkpoints`."""
@@ -246,7 +246,7 @@ def state_role(
 
 @gluon.jit
 def run_roles(
-    descs, checkpoints, work, tape, forgets, o, gate, places, HV: gl.constexpr, INITIAL: gl.constexpr,
+    descs, checkpoints, work, tape, forgets, o, gate, places, HV, INITIAL: gl.constexpr,
     V_FIRST: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
@@ -303,12 +303,14 @@ def run_roles(
     end_barriers((gfull, full, left, vfull, ready, done, tiled), sbar, sbar2, None if BOUNDED else vdone)
 
 
-@gluon.jit(do_not_specialize=["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"])
+NUMBERS = ["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "beta_batch", "HV", "group"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=PER_TOKEN)
 def channel_loop(
     q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed, tape, cu_seqlens, o, beta, A_log, dt_bias, forgets,
-    T, parts, items, q_batch, k_batch, v_batch, g_batch, heads, group, scale, bound, beta_top, beta_batch,
-    beta_strides,
-    HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr,
+    T, parts, items, q_batch, k_batch, v_batch, g_batch, heads, scale, bound, beta_top, beta_batch, beta_token,
+    beta_head, HV, group, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
     NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
     PARTED: gl.constexpr, TAPED: gl.constexpr,
@@ -318,7 +320,7 @@ def channel_loop(
     descs = Described(q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed)
     work = Work(cu_seqlens, T, items, parts=parts if PARTED else None)
     forgets = forgets if PARTED else None
-    gate = GateParameters(A_log, dt_bias, bound, scale, beta, beta_batch, beta_strides, beta_top)
+    gate = GateParameters(A_log, dt_bias, bound, scale, beta, beta_batch, (beta_token, beta_head), beta_top)
     places = Places(q_batch, k_batch, g_batch, v_batch, *heads, group)
     run_roles(
         descs, Checkpoints(), work, tape, forgets, o, gate, places, HV, INITIAL, V_FIRST, NORM, RAW_BETA, RAW_GATE,
@@ -341,8 +343,8 @@ def run_channel_loop(
         *(ragged(y, width, STEP.value) for y, width in zip((x.q, x.k, x.v, x.g, o), widths, strict=True)),
         states(p, final if initial is None else initial), states(p, final), *handed_by(tape),
         x.cu_seqlens, o, x.beta, x.A_log, x.dt_bias,
-        forgets, p.T, parts, p.N * p.HV * parts, q_batch, k_batch, v_batch, g_batch, heads, p.HV // p.H,
-        p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
+        forgets, p.T, parts, p.N * p.HV * parts, q_batch, k_batch, v_batch, g_batch, heads,
+        p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), *tokens(x.beta),
     )  # fmt: skip
     own = CHANNEL_LOOP | t._asdict() | {"PARTED": forgets is not None, "TAPED": tape is not None}
     grid = min(p.N * p.HV * parts, c.chip.processors), 2 // t.HALVES, 1

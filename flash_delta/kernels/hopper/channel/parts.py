@@ -16,7 +16,7 @@ def part_length(size, parts):
 
 
 @gluon.jit
-def find_part(i, pieces, work, HV: gl.constexpr):
+def find_part(i, pieces, work, HV):
     """The `Piece` that a program scans as its piece i. On a pool and with a tape sequences have no parts."""
     if work.parts is None:
         return find_piece(i, pieces, work, HV)

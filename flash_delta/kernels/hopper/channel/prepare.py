@@ -54,7 +54,7 @@ from flash_delta.kernels.hopper.device.units import to_half
 from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, Work, count_items
 from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, strides
 from flash_delta.kernels.hopper.plans.tiles import BY_HAND, PREPARES
-from flash_delta.kernels.runtime.arguments import batch, launch_rule, tokens
+from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, tokens
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Prepared, Solved
 
@@ -241,15 +241,16 @@ def store_inverse(rows, columns, strengths, a_desc, at):
     tma_store(a_desc, [at, 0], sa)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "N", "T", "items", "parted", "least", "most", "q_batch", "k_batch", "g_batch", "HV", "group", "beta_batch"
-    ]
-)  # fmt: skip
+NUMBERS = [
+    "N", "T", "items", "parted", "least", "most", "q_batch", "k_batch", "g_batch", "beta_batch", "HV", "group"
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=PER_TOKEN)
 def prepare(
     q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, l_desc, a_desc, gamma, rates, saved_b, saved_norms, beta,
     A_log, dt_bias, cu_seqlens, o, forgets, prompts, N, T, items, parted, least, most, q_batch, k_batch, g_batch, heads,
-    group, HV, scale, bound, beta_top, beta_batch, beta_strides, NORM: gl.constexpr,
+    scale, bound, beta_top, beta_batch, beta_token, beta_head, HV, group, NORM: gl.constexpr,
     RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times value heads. If o is given, it gets zeros after the last packed sequence. ``parted``: how
@@ -281,7 +282,7 @@ def prepare(
         N, items = count_listed(items, Work(cu_seqlens, T, 0, prompts, least, most), HV)
     descs, batches = Tiles(q_desc, k_desc, g_desc), Tiles(q_batch, k_batch, g_batch)
     source = Source(descs, Tiles(sq1, sk1, gates1), full, batches, Tiles(*heads), group)
-    given = Strengths(A_log, dt_bias, beta, beta_batch, beta_strides)
+    given = Strengths(A_log, dt_bias, beta, beta_batch, (beta_token, beta_head))
     chunk = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts)
     if chunk.item < items:
         ask(chunk, source, HV)
@@ -374,7 +375,7 @@ def run_prepare(
         *(None if t is None else squares(t) for t in (out.P, L, out.A)), out.gamma, out.rates,
         *((None, None) if s is None else (s.vectors, s.norms)), x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, forgets,
         listed.prompts, p.N, p.T, items, p.N * p.HV * (parts - 1), listed.least, listed.most, *batches, heads,
-        p.HV // p.H, p.HV, p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
+        p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), *tokens(x.beta),
     )  # fmt: skip
     programs = min(items, PREPARES * c.chip.processors)
     # It must not start early if it is the first kernel of its call: then it waits for none.

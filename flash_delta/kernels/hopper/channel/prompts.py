@@ -18,20 +18,22 @@ from flash_delta.kernels.hopper.device.work_items import Work
 from flash_delta.kernels.hopper.plans.boxes import handed_by, pool, ragged, strides
 from flash_delta.kernels.hopper.plans.tape import Tape
 from flash_delta.kernels.hopper.plans.tiles import BY_HAND, CHANNEL_LOOP, CHANNEL_WHOLE
-from flash_delta.kernels.runtime.arguments import batch, launch_rule, tokens
+from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, tokens
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.problem import Slots
 
-NUMBERS = ["T", "least", "most", "q_batch", "k_batch", "v_batch", "g_batch", "group", "beta_batch"]
+NUMBERS = [
+    "T", "least", "most", "q_batch", "k_batch", "v_batch", "g_batch", "beta_batch", "HV", "group", *checkpoints.NUMBERS
+]  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=[*checkpoints.POINTERS, *PER_TOKEN])
 def channel_prompts(
     q_desc, k_desc, v_desc, g_desc, o_desc, states, handed, tape, cu_seqlens, prompts, checkpoints, offsets, o, beta,
     A_log, dt_bias, T, least, most, slots, null_slot, columns, interval, table_row, table_column, q_batch,
-    k_batch, v_batch, g_batch, heads, group, scale, bound, beta_top, beta_batch, beta_strides,
-    HV: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
+    k_batch, v_batch, g_batch, heads, scale, bound, beta_top, beta_batch, beta_token, beta_head,
+    HV, group, V_FIRST: gl.constexpr, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
     BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr,
     HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr, TAPED: gl.constexpr,
 ):  # fmt: skip
@@ -40,7 +42,7 @@ def channel_prompts(
     checkpoints = Checkpoints(checkpoints, slots, null_slot, columns, interval, table_row, table_column, offsets)
     descs = Described(q_desc, k_desc, v_desc, g_desc, o_desc, states, states, handed)
     work = Work(cu_seqlens, T, 0, prompts, least, most)
-    gate = GateParameters(A_log, dt_bias, bound, scale, beta, beta_batch, beta_strides, beta_top)
+    gate = GateParameters(A_log, dt_bias, bound, scale, beta, beta_batch, (beta_token, beta_head), beta_top)
     places = Places(q_batch, k_batch, g_batch, v_batch, *heads, group)
     run_roles(
         descs, checkpoints, work, tape, None, o, gate, places, HV, True, V_FIRST, NORM, RAW_BETA, RAW_GATE, BOUNDED, NR,
@@ -62,7 +64,7 @@ def run_channel_prompts(
         arguments = (
             q, k, ragged(x.v, 64 * t.HALVES, STEP.value), g, out, states, *handed_by(laid), x.cu_seqlens, prompts,
             *kept[:2], o, x.beta, x.A_log, x.dt_bias, p.T, least, most, *kept[2:], q_batch, k_batch, v_batch, g_batch,
-            heads, p.HV // p.H, p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), tokens(x.beta),
+            heads, p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), *tokens(x.beta),
         )  # fmt: skip
         own = CHANNEL_LOOP | t._asdict() | {"NR": 2 if p.gate.dtype == torch.float32 else 3, "TAPED": laid is not None}
         programs = min(sequences * p.HV, c.chip.processors) if laid is None else laid.programs

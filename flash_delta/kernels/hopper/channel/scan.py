@@ -52,7 +52,7 @@ WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]
 
 @gluon.jit
 def load_prepared(
-    descs, tiles, full, done, work, v_batch, v_heads, HV: gl.constexpr, KEYS: gl.constexpr, NS: gl.constexpr,
+    descs, tiles, full, done, work, v_batch, v_heads, HV, KEYS: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
     """The role that fills a ring. With KEYS it loads `ChunkKeys`, otherwise `ChunkValues`."""
     T = work.T
@@ -88,7 +88,7 @@ def load_prepared(
 
 @gluon.jit
 def state_role(
-    so, sbar, o_desc, initial, final, keys, values, full, vfull, done, checkpoints, work, HV: gl.constexpr,
+    so, sbar, o_desc, initial, final, keys, values, full, vfull, done, checkpoints, work, HV,
     INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
     """Carries the state. ``keys``, ``values``: `ChunkKeys` and `ChunkValues`. ``checkpoints``: `Checkpoints`."""
@@ -161,13 +161,13 @@ def state_role(
 
 
 @gluon.jit(
-    do_not_specialize=["T", "items", "parted", "least", "most", "v_batch", *checkpoints.NUMBERS],
+    do_not_specialize=["T", "items", "parted", "least", "most", "v_batch", "HV", *checkpoints.NUMBERS],
     do_not_specialize_on_alignment=checkpoints.POINTERS,
 )
 def scan_channels(
     qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, o_desc, initial, final, cu_seqlens, forgets,
     prompts, checkpoints, offsets, T, items, parted, least, most, slots, null_slot, columns, interval, table_row,
-    table_column, v_batch, v_heads, HV: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
+    table_column, v_batch, v_heads, HV, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
     NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
 ):  # fmt: skip
     """On a pool the launch works only if ``prompts`` has ``least`` to ``most`` sequences."""

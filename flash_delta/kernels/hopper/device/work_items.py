@@ -170,7 +170,7 @@ def ends(item, work, HV):
 
 
 @gluon.jit
-def clear_padding(o, cu_seqlens, N, T, i, program, programs, COLUMNS: gl.constexpr):
+def clear_padding(o, cu_seqlens, N, T, i, program, programs, COLUMNS):
     """Writes zeros to o after the last sequence of a packed row. Programs take the tokens in turns."""
     end = load_bound(cu_seqlens, N, T)
     none = (i * 0).to(gl.float32)

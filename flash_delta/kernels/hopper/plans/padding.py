@@ -75,8 +75,7 @@ def gradients_in(made: Making, copies: Padded, d: Inputs) -> Inputs:
 
 @triton.jit
 def copy_rows(
-    x, strides, to, A, B, H: tl.constexpr, TO_H: tl.constexpr, WIDTH: tl.constexpr, TO: tl.constexpr, BW: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, strides, to, A, B, H, TO_H, WIDTH: tl.constexpr, TO: tl.constexpr, BW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Copies x [A, B, H, WIDTH] to ``to`` [A, B, TO_H, TO], which is contiguous, if it exists. The rest is zeros."""
     if to is not None:
@@ -90,12 +89,11 @@ def copy_rows(
         tl.store(place, tile.to(to.dtype.element_ty), mask=known[:, None] & (c < TO)[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "B", "T"])
+@triton.jit(do_not_specialize=["N", "B", "T", "H", "HV"])
 def widen(
     q, k, v, do, initial, dfinal, wide_q, wide_k, wide_v, wide_do, wide_initial, wide_dfinal, N, B, T, q_strides,
-    k_strides, v_strides, do_strides, initial_strides, dfinal_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, TO: tl.constexpr,
-    PLACES: tl.constexpr, ROWS: tl.constexpr,
+    k_strides, v_strides, do_strides, initial_strides, dfinal_strides, H, HV, K: tl.constexpr, V: tl.constexpr,
+    V_FIRST: tl.constexpr, TO: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, tensors). PLACES has the program_id(1) of each tensor, or -1 if it does not exist."""
     part = tl.program_id(1)
@@ -115,11 +113,10 @@ def widen(
         copy_rows(dfinal, dfinal_strides, wide_dfinal, N, HV, HEIGHT, TO, WIDTH, TO, TO, ROWS)
 
 
-@triton.jit(do_not_specialize=["N", "B", "T"])
+@triton.jit(do_not_specialize=["N", "B", "T", "H", "HV"])
 def narrow(
-    wide_q, wide_k, wide_v, wide_state, q, k, v, state, N, B, T,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, FROM: tl.constexpr,
-    ROWS: tl.constexpr,
+    wide_q, wide_k, wide_v, wide_state, q, k, v, state, N, B, T, H, HV, K: tl.constexpr, V: tl.constexpr,
+    V_FIRST: tl.constexpr, FROM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, tensors). program_id(1) is 0 for v, 1 for the states, 2 for q, 3 for k."""
     part, T64 = tl.program_id(1), T.to(tl.int64)

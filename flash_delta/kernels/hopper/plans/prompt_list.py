@@ -19,7 +19,7 @@ from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.problem import Problem, Slots
 
-NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", *OF_TAPE]
+NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", "HV", *OF_TAPE]
 INDICES = ["read_indices", "write_indices", "has_initial_state"]  # as in `decode`
 
 
@@ -52,7 +52,7 @@ def cut_prompt(tokens, shortest, fewest, most, C: tl.constexpr):
 
 @triton.jit
 def write_prompt_list(
-    prompts, parts, tables, cu_seqlens, N, T, slots, cutting, HV: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr
+    prompts, parts, tables, cu_seqlens, N, T, slots, cutting, HV, C: tl.constexpr, SHORT: tl.constexpr
 ):  # fmt: skip
     """Writes how many prompts, or parts of prompts, the loop scans. For each of them it writes three numbers: the
     sequence, the slot that its state is read from, and the slot that its state is written to. If there is no such slot,
@@ -121,7 +121,7 @@ def is_short(n, cu_seqlens, N, T, SHORT: tl.constexpr):
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def list_prompts(
     cu_seqlens, o, prompts, read_indices, write_indices, has_initial_state, table, marks, programs, word, patience,
-    chunk_ticks, item_ticks, cut_ticks, N, T, slots, null_slot, read_row, write_row, has_row, HV: tl.constexpr,
+    chunk_ticks, item_ticks, cut_ticks, N, T, slots, null_slot, read_row, write_row, has_row, HV,
     V: tl.constexpr, C: tl.constexpr, OVERLAP: tl.constexpr, SHORT: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)

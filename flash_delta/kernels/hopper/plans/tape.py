@@ -98,7 +98,7 @@ def count_chunks(n, known, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def lay(
-    table, marks, numbers, cu_seqlens, prompts, parts, N, T, HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    table, marks, numbers, cu_seqlens, prompts, parts, N, T, HV, C: tl.constexpr, PACKED: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """``numbers``: those of NUMBERS. ``prompts``: the sequences on a pool, or None. ``parts``: which parts of them
@@ -168,9 +168,9 @@ def lay(
     tl.store(table + 2, word)
 
 
-@triton.jit(do_not_specialize=["N", "T", *NUMBERS])
+@triton.jit(do_not_specialize=["N", "T", "HV", *NUMBERS])
 def lay_tape(
-    table, marks, cu_seqlens, programs, word, patience, chunk_ticks, item_ticks, cut_ticks, N, T, HV: tl.constexpr,
+    table, marks, cu_seqlens, programs, word, patience, chunk_ticks, item_ticks, cut_ticks, N, T, HV,
     C: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr, PROGRAMS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """Lays the tape beside `rates`, if that kernel runs (FOLLOWS). It reads nothing that `rates` writes. But the loop

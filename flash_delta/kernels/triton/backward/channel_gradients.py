@@ -153,11 +153,11 @@ def between(aq, ap, z, y, qe, pe, columns, factor, dP, dL):
     return aq, ap, z + factor * back, y - columns * back
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "HV"])
 def channel_gradients(
     q, k, g, A_log, dt_bias, dPD, taken, cu_seqlens, dq, dk, written, through, fallen, dg, dA_log, ddt_bias, N, T,
     bound, q_strides, k_strides, g_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    HV, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Stores dg of W channels of one chunk and value head, and the chunk's gradients of A_log and dt_bias,
@@ -168,7 +168,7 @@ def channel_gradients(
     first = tl.program_id(0) % BLOCKS * W
     c, t = first + tl.arange(0, W), tl.arange(0, 16)
     ty: tl.constexpr = k.dtype.element_ty
-    head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
+    head, h = slot.to(tl.int64) * HV + hv, hv // GROUP
     strides, rows = (T.to(tl.int64) * HV * K, HV * K, K, 1), (0, K, 0, 1)
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
     if empty:

@@ -32,7 +32,7 @@ from flash_delta.kernels.device.chunk import (
     whole_rows,
 )
 from flash_delta.kernels.device.gates import head_gate_backward
-from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
+from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Factors, Residual, Scores, Solved, StateGradients
@@ -63,18 +63,16 @@ def add(z, t, x, before, GATE: tl.constexpr, OWN_SUMS: tl.constexpr):
         return t, sums - before, sums
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def query_gradients(
-    q, k, do, states, dPD, norms, rates, cu_seqlens, dq, parts, N, T,
-    q_strides, k_strides, do_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, do, states, dPD, norms, rates, cu_seqlens, dq, parts, N, T, q_strides, k_strides, do_strides, H, HV,
+    GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores dq of one chunk and key head, and the queries' terms of dg in row 1 of ``parts``."""
     slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
-    GROUP: tl.constexpr = HV // H
     KP: tl.constexpr = pitch(K)
     STATE: tl.constexpr = whole_rows(V) * KP
     out_strides = (T.to(tl.int64) * H * K, H * K, K, 1)
@@ -107,12 +105,11 @@ def query_gradients(
     store_tile(dq_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK)
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def key_gradients(
-    q, k, p, U, dU, states, dstates, dPD, taken, vectors, norms, rates, cu_seqlens, dk, dp, parts, N, T,
-    q_strides, k_strides, p_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
+    q, k, p, U, dU, states, dstates, dPD, taken, vectors, norms, rates, cu_seqlens, dk, dp, parts, N, T, q_strides,
+    k_strides, p_strides, H, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
     ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores dk (and dp) of one chunk and key head, and the terms of dg for erasing and writing in rows 2 and 3 of
@@ -120,7 +117,6 @@ def key_gradients(
     slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
-    GROUP: tl.constexpr = HV // H
     KP: tl.constexpr = pitch(K)
     VP: tl.constexpr = pitch(V)
     STATE: tl.constexpr = whole_rows(V) * KP
@@ -210,7 +206,7 @@ def key_gradients(
 
 @triton.jit
 def store_gate(
-    sums, given, row, hv, head, token, stop, T, all_strides, HV: tl.constexpr, C: tl.constexpr,
+    sums, given, row, hv, head, token, stop, T, all_strides, HV, C: tl.constexpr,
     RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Stores dg of one chunk and value head from the gradients ``sums`` of log decays, and its parts of the gradients
@@ -230,10 +226,10 @@ def store_gate(
     store_row(rows_of(dg, strides, row, hv), strides, sums, token, stop, C)
 
 
-@triton.jit(do_not_specialize=["N", "T", "g_batch"])
+@triton.jit(do_not_specialize=["N", "T", "g_batch", "HV"], do_not_specialize_on_alignment=PER_TOKEN)
 def gates(
-    g, A_log, dt_bias, vectors, parts, cu_seqlens, dg, dA_log, ddt_bias, N, T, g_batch, g_strides,
-    HV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    g, A_log, dt_bias, vectors, parts, cu_seqlens, dg, dA_log, ddt_bias, N, T, g_batch, g_token, g_head,
+    HV, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
     UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Stores dg of one chunk and value head, from its ``parts``. Also runs the backward pass of a raw gate. Grid
@@ -261,7 +257,7 @@ def gates(
             carrying = i[:, None] < i[None, :]
         sums += tl.sum(tl.where(carrying, tl.load(parts + 2 * C)[None, :], 0.0), 1)
     given = (g, A_log, dt_bias, vectors + head * 4 * C + 3 * C, dg, dA_log, ddt_bias)
-    strides = (g_batch, g_strides[0], g_strides[1])
+    strides = (g_batch, g_token, g_head)
     store_gate(sums, given, row, hv, head, token, stop, T, strides, HV, C, RAW_GATE, HAS_BIAS)
 
 
@@ -293,5 +289,5 @@ def run_gates(c: Draft, s: Solved, scores: Scores, dg: Layout, dA_log: Layout | 
     """Computes dg, and the gradients of A_log and dt_bias of every chunk, ``[slots, HV]``, which the caller sums."""
     p, x = c.p, c.x
     pointers = (x.g, x.A_log, x.dt_bias, s.vectors, scores.parts, x.cu_seqlens, dg, dA_log, ddt_bias)
-    scalars = p.N, p.T, batch(x.g), tokens(x.g)
+    scalars = p.N, p.T, batch(x.g), *tokens(x.g)
     launch_rule(c, gates, pointers, (count_slots(p), p.HV, 1), WARP, *scalars, follows=True)

@@ -265,11 +265,11 @@ def half_chunk(
     return dg, written, rest
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def halved_gradients(
     q, k, g, A_log, dt_bias, do, U, dU, states, dstates, dPD, taken, vectors, norms, cu_seqlens,
     fallen, dq, dk, dg, dA_log, ddt_bias, N, T, scale, unit, bound, q_strides, k_strides, g_strides,
-    do_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    do_strides, H, HV, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -279,7 +279,7 @@ def halved_gradients(
     o, c = tl.arange(0, 32), column + tl.arange(0, W)
     ty: tl.constexpr = k.dtype.element_ty
     PARTS: tl.constexpr = 2 if ty == tl.bfloat16 else 3  # an error of e^-76 does not matter
-    head, h = slot.to(tl.int64) * HV + hv, hv // (HV // H)
+    head, h = slot.to(tl.int64) * HV + hv, hv // GROUP
     strides = (T.to(tl.int64) * HV * K, HV * K, K, 1)
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
     if ty == tl.bfloat16 and tl.min(tl.load(fallen + sums, mask=c < K, other=0.0)) >= -MILD:

@@ -19,19 +19,18 @@ from flash_delta.problem import Inputs
 
 
 @triton.jit
-def sum_heads(parts, first, HV: tl.constexpr, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+def sum_heads(parts, first, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
     """``[C, BK]``: the sum over the value heads of a key head. ``first``: the first of them."""
     z = tl.zeros([C, BK], tl.float32)
-    for member in range(HV // H):
+    for member in range(GROUP):
         z += load_block(parts + (first + member) * C * K, 0, 0, C, K, C, BK).to(tl.float32)
     return z
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def key_head_gradients(
-    q, k, norms, cu_seqlens, dq_parts, dk_parts, dq, dk, N, T, q_strides, k_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, norms, cu_seqlens, dq_parts, dk_parts, dq, dk, N, T, q_strides, k_strides, H, HV, GROUP: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     i = tl.arange(0, C)
@@ -42,14 +41,14 @@ def key_head_gradients(
         store_tile(dq, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
         store_tile(dk, strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
         return
-    first = slot.to(tl.int64) * HV + h * (HV // H)
-    z = sum_heads(dq_parts, first, HV, H, K, BK, C)
+    first = slot.to(tl.int64) * HV + h * GROUP
+    z = sum_heads(dq_parts, first, GROUP, K, BK, C)
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
         qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)
         z = norm_backward(z, qq, tl.load(norm))
     store_tile(dq, strides, z.to(ty), token, stop, 0, K, C, BK)
-    z = sum_heads(dk_parts, first, HV, H, K, BK, C)
+    z = sum_heads(dk_parts, first, GROUP, K, BK, C)
     if NORM:
         kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)
         z = norm_backward(z, kk, tl.load(norm + C))

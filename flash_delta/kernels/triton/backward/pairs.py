@@ -92,18 +92,17 @@ def state_products(
         tl.store(through + column + c, product * unit, mask=column + c < K)
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def pairs(
     q, k, p, do, R, U, dU, L, states, dstates, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, dq, dk,
-    written, through, N, T, scale, unit, beta_top,
-    q_strides, k_strides, p_strides, do_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
-    STATES: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    written, through, N, T, scale, unit, beta_top, q_strides, k_strides, p_strides, do_strides, H, HV,
+    GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
+    UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr, STATES: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
-    h = hv // (HV // H)
+    h = hv // GROUP
     i = tl.arange(0, C)
     ty: tl.constexpr = k.dtype.element_ty
     PARTS: tl.constexpr = 3 if ty == tl.float32 else 2

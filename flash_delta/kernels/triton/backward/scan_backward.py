@@ -45,11 +45,11 @@ from flash_delta.kernels.triton.forward.scan_launches import copies, maps, reade
 from flash_delta.kernels.triton.tiles import scan_tiles
 
 
-@triton.jit(do_not_specialize=["N", "T", "length"])
+@triton.jit(do_not_specialize=["N", "T", "length", "HV"])
 def scan_backward(
     q, p, v, do, cu_seqlens, A, X, Y, rates, gammas, initial_state, dfinal, states, R, U, dstates, dU, dinitial, N, T,
     length, unit, q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     REFLECTS: tl.constexpr, RECOMPUTE: tl.constexpr, SEGMENTS: tl.constexpr, ENDS: tl.constexpr, CHANNEL: tl.constexpr,
     TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -63,12 +63,12 @@ def scan_backward(
                 q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U,
                 None, None, None, None, None, N, T, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
                 q_strides, p_strides, v_strides, initial_strides, initial_strides,
-                H, HV, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL and not SEGMENTS, False, SEGMENTS, False, True,
+                HV, GROUP, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL and not SEGMENTS, False, SEGMENTS, False, True,
                 CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
             )  # fmt: skip
             return
         z -= scans
-    h = hv // (HV // H)
+    h = hv // GROUP
     n, row, start, stop, slot, number, last = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
     ty: tl.constexpr = q.dtype.element_ty

@@ -70,17 +70,18 @@ def load_group(x, stride, t, stop, d, inside, G: tl.constexpr, rounded: tl.const
 
 
 @triton.jit
-def find_channels(D: tl.constexpr, DQ: tl.constexpr, BD: tl.constexpr):
+def find_channels(D, DQ, BD: tl.constexpr):
     """The program's slot; 0, 1 or 2 for channels of q, k or v; how many channels these have; the program's own ones.
-    q and k have DQ of D channels each. If DQ is D, there is only q, which may be any tensor."""
-    BLOCKS: tl.constexpr = (DQ + BD - 1) // BD
-    if DQ == D:
-        return tl.program_id(0) // BLOCKS, 0, DQ, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    q and k have DQ of D channels each. If DQ is None, there is only q, which may be any tensor."""
+    if DQ is None:
+        blocks = tl.cdiv(D, BD)
+        return tl.program_id(0) // blocks, 0, D, tl.program_id(0) % blocks * BD + tl.arange(0, BD)
     else:
-        ALL: tl.constexpr = 2 * BLOCKS + (D - 2 * DQ + BD - 1) // BD
-        slot, block = tl.program_id(0) // ALL, tl.program_id(0) % ALL
-        part = tl.minimum(block // BLOCKS, 2)
-        return slot, part, of_part(part, DQ, DQ, D - 2 * DQ), (block - part * BLOCKS) * BD + tl.arange(0, BD)
+        blocks = tl.cdiv(DQ, BD)
+        every = 2 * blocks + tl.cdiv(D - 2 * DQ, BD)
+        slot, block = tl.program_id(0) // every, tl.program_id(0) % every
+        part = tl.minimum(block // blocks, 2)
+        return slot, part, of_part(part, DQ, DQ, D - 2 * DQ), (block - part * blocks) * BD + tl.arange(0, BD)
 
 
 @triton.jit
@@ -108,7 +109,7 @@ def place_of(d, part, strides, HEADS: tl.constexpr):
 @triton.jit(do_not_specialize=["N", "T", "BT"])
 def convolve(
     x, weight, bias, initial_state, cu_seqlens, y, final_state, others, N, T, BT, x_strides, other_strides,
-    state_strides, D: tl.constexpr, DQ: tl.constexpr, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    state_strides, D, DQ, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
     HEADS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """y and final_state are contiguous: [B, T, D] and [N, D, W]. x may be q. Then ``others`` has k and v, in one tuple
@@ -152,16 +153,16 @@ def convolve(
 @triton.jit(do_not_specialize=["N", "T", "BT"])
 def convolve_backward(
     x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dinitial, others, parts, N, T, BT, x_strides,
-    dy_strides, dx_strides, other_strides, state_strides, dfinal_strides, D: tl.constexpr, DQ: tl.constexpr,
-    W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, DX_HEADS: tl.constexpr,
-    PACKED: tl.constexpr, SILU: tl.constexpr,
+    dy_strides, dx_strides, other_strides, state_strides, dfinal_strides, D, DQ, W: tl.constexpr, BD: tl.constexpr,
+    G: tl.constexpr, HEADS: tl.constexpr, DX_HEADS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """dinitial is contiguous. ``parts`` are those of dweight, [slots, W, D], or None if nobody wants it; with a bias
     there is one more row, for dbias. ``others`` as in `convolve`, with the gradients of k's and v's outputs and their
     own ones."""
     slot, part, width, d = find_channels(D, DQ, BD)
-    channel = part * DQ + d
+    channel = d
     if others is not None:
+        channel += part * DQ
         x, weight, dy, dx = tensors_of_part(part, (x, weight, dy, dx), others[:4], others[4:])
         q_strides = x_strides + dy_strides + dx_strides
         all_strides = tensors_of_part(part, q_strides, other_strides[:9], other_strides[9:])
@@ -231,12 +232,11 @@ def convolve_backward(
 
 @triton.jit
 def convolve_token(
-    x, state, weight, bias, y, x_strides, state_strides, D: tl.constexpr, W: tl.constexpr, BD: tl.constexpr,
-    SILU: tl.constexpr,
+    x, state, weight, bias, y, x_strides, state_strides, D, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr
 ):  # fmt: skip
     """One token of every row, x [N, D]. It is shifted into the state, in place. y is contiguous."""
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    n, d = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
+    blocks = tl.cdiv(D, BD)
+    n, d = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BD + tl.arange(0, BD)
     inside, taps = d < D, load_taps(weight, d, d < D, W)
     new = tl.load(x + n.to(tl.int64) * x_strides[0] + d * x_strides[1], mask=inside, other=0.0).to(tl.float32)
     window = []

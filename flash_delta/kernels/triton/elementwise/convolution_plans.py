@@ -127,8 +127,8 @@ def plan_convolve_token(p: ConvolutionProblem, chip: Chip, x: Convolved) -> Plan
     if 0 in x.x.shape:
         return Plan((), tuple(made), (y,))
     weight, bias = made.whole(x.weight), made.whole(x.bias)
-    arguments = x.x, x.initial_state, weight, bias, y, x.x.strides[:2], x.initial_state.strides
-    constants = {"D": p.D, "W": p.W, "BD": BD, "SILU": p.activation is not None}
+    arguments = x.x, x.initial_state, weight, bias, y, x.x.strides[:2], x.initial_state.strides, p.D
+    constants = {"W": p.W, "BD": BD, "SILU": p.activation is not None}
     step = Step(convolve_token, (p.N * -(-p.D // BD), 1, 1), TOKEN, arguments, constants)
     return Plan((step,), tuple(made), (y,))
 
@@ -165,9 +165,9 @@ def _along(
 ) -> Step:  # fmt: skip
     """The launch of programs along the tokens. ``heads``: for x, and for its gradient, the widths of `pitched`."""
     w = cut_of(kernel.__name__, p, chip, dtype)
-    constants = {"D": p.D, "DQ": p.DQ or p.D, "W": p.W, "BD": w.BD, "G": w.G}
+    constants = {"W": p.W, "BD": w.BD, "G": w.G}
     constants |= dict(zip(("HEADS", "DX_HEADS"), heads, strict=False))
     constants |= {"PACKED": p.packed, "SILU": p.activation is not None}
     blocks = -(-p.D // w.BD) if not p.DQ else 2 * -(-p.DQ // w.BD) + -(-(p.D - 2 * p.DQ) // w.BD)
     grid = count_pieces(p, w.BT) * blocks, 1, 1
-    return Step(kernel, grid, Tile(w.warps, 1), (*pointers, p.N, p.T, w.BT, *all_strides), constants)
+    return Step(kernel, grid, Tile(w.warps, 1), (*pointers, p.N, p.T, w.BT, *all_strides, p.D, p.DQ or None), constants)

@@ -25,7 +25,7 @@ def load_gates(x, row, d, row_stride, head_stride, channel_stride, mask, K: tl.c
 
 
 @triton.jit
-def rate_and_bias(A_log, dt_bias, d, D: tl.constexpr, K: tl.constexpr):
+def rate_and_bias(A_log, dt_bias, d, D, K: tl.constexpr):
     """e^A_log and the bias of channels d, 1 and 0 if there is none: [1, BD]."""
     rate, bias = tl.full(d.shape, 1.0, tl.float32), tl.zeros(d.shape, tl.float32)
     if A_log is not None:
@@ -45,7 +45,7 @@ def decays_of(a, rate, bias, bound, BOUNDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "bound"])
 def decay(
-    g, A_log, dt_bias, y, M, bound, row_stride, head_stride, channel_stride, D: tl.constexpr, K: tl.constexpr,
+    g, A_log, dt_bias, y, M, bound, row_stride, head_stride, channel_stride, D, K: tl.constexpr,
     BD: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """A program has BD channels of ROWS of the M rows. y [M, D] is contiguous."""
@@ -61,8 +61,7 @@ def decay(
 @triton.jit(do_not_specialize=["M", "bound", "step"])
 def decay_backward(
     g, A_log, dt_bias, dy, dg, parts, M, bound, step, row_stride, head_stride, channel_stride, dy_row_stride,
-    dy_head_stride, dy_channel_stride, D: tl.constexpr, K: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    dy_head_stride, dy_channel_stride, D, K: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """A program takes ROWS of the M rows at a time, and the next ones ``step`` rows further on. It writes parts
     [programs, 2, D]: the channels' parts of the gradients of A_log and dt_bias. dg is contiguous."""
@@ -104,7 +103,7 @@ def plan_gate(p: GateProblem, chip: Chip, x: Gated) -> Plan:
         return Plan((), tuple(made), (y,))
     (blocks, rows), constants = _tile(p, NUMBERS)
     (g, strides), M = _heads(made, p, x.g), prod(x.g.shape) // (p.HV * p.K)
-    arguments = g, *_parameters(made, x), y, M, p.gate.bound or 0.0, *strides
+    arguments = g, *_parameters(made, x), y, M, p.gate.bound or 0.0, *strides, p.HV * p.K
     return Plan((Step(decay, (-(-M // rows), blocks, 1), WARPS, arguments, constants),), tuple(made), (y,))
 
 
@@ -118,7 +117,7 @@ def plan_gate_backward(p: GateProblem, chip: Chip, x: Gated, after: GateGradient
     if not M:
         return Plan((), tuple(made), (dg, parts))
     (g, strides), (dy, dy_strides) = _heads(made, p, x.g), _heads(made, p, after.dy)
-    numbers = M, p.gate.bound or 0.0, programs * rows, *strides, *dy_strides
+    numbers = M, p.gate.bound or 0.0, programs * rows, *strides, *dy_strides, p.HV * p.K
     arguments = g, *_parameters(made, x), dy, dg, parts, *numbers
     return Plan((Step(decay_backward, (programs, blocks, 1), WARPS, arguments, constants),), tuple(made), (dg, parts))
 
@@ -140,5 +139,5 @@ def _tile(p: GateProblem, numbers: int) -> tuple[tuple[int, int], dict[str, int 
     D = p.HV * p.K
     BD = min(COLUMNS, next_power_of_2(D))
     rows = numbers // BD
-    constants = {"D": D, "K": p.K, "BD": BD, "ROWS": rows, "BOUNDED": p.gate.bound is not None}
+    constants = {"K": p.K, "BD": BD, "ROWS": rows, "BOUNDED": p.gate.bound is not None}
     return (-(-D // BD), rows), constants

@@ -8,9 +8,7 @@ from flash_delta.kernels.runtime.plan import Layout, Step
 
 
 @triton.jit(do_not_specialize=["P"])
-def total(
-    parts, dweight, dbias, P, D: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr
-):
+def total(parts, dweight, dbias, P, D, W: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr):
     """Sums parts [P, ROWS, D] over P, always in the same order, to dweight [D, W], and the last row to dbias [D]."""
     w, d, p = tl.program_id(1), tl.program_id(0) * BD + tl.arange(0, BD), tl.arange(0, BP)
     inside, sums = d < D, tl.zeros([BP, BD], tl.float32)
@@ -30,5 +28,5 @@ SUMMED = 128  # rows in a step of ``total``
 def sum_parts(parts: Layout, dweight: Layout, dbias: Layout | None = None) -> Step:
     """``parts`` [P, rows, D] to dweight [D, W], and with one more row to dbias [D]."""
     P, rows, D = parts.shape
-    constants = {"D": D, "W": rows - (dbias is not None), "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
-    return Step(total, (-(-D // TOTAL.BV), rows, 1), TOTAL, (parts, dweight, dbias, P), constants)
+    constants = {"W": rows - (dbias is not None), "ROWS": rows, "BP": SUMMED, "BD": TOTAL.BV}
+    return Step(total, (-(-D // TOTAL.BV), rows, 1), TOTAL, (parts, dweight, dbias, P, D), constants)

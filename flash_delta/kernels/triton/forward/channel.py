@@ -35,7 +35,7 @@ import triton.language as tl
 
 from flash_delta.kernels.device.chunk import count_slots, find_chunk, lead, load_block, load_tile, pitch, rows_of
 from flash_delta.kernels.device.gates import BITS, channel_log_decay, channel_parameters, living
-from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
+from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.forward.solve import cumulate
@@ -279,25 +279,24 @@ def token_block(
     return latest, G + fallen, since + fallen, fallen
 
 
-@triton.jit(do_not_specialize=["N", "T", "beta_batch"])
+@triton.jit(do_not_specialize=["N", "T", "beta_batch", "H", "HV"], do_not_specialize_on_alignment=PER_TOKEN)
 def channel(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, Qg, Kg, Kd, P, L, gamma, rates, vectors, norms, N, T, scale,
-    bound, beta_top, q_strides, k_strides, g_strides, beta_batch, beta_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, Qg, Kg, Kd, P, L, gamma, rates, vectors, norms, N, T, scale, bound,
+    beta_top, q_strides, k_strides, g_strides, beta_batch, beta_token, beta_head, H, HV, GROUP: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr,
+    BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
+    NORM: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, hv = tl.program_id(0) // HV, tl.program_id(0) % HV  # neighbours in memory are read at the same time
-    h = hv // (HV // H)
+    h = hv // GROUP
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED, SHORT)
     if (token >= stop) | (n >= N):
         return
     head = slot.to(tl.int64) * HV + hv
     b = cumulate(
         g, beta, A_log, dt_bias, vectors + head * 4 * C, row, hv, token, stop, beta_top, (0, 0, 0),
-        (beta_batch, beta_strides[0], beta_strides[1]), C, False, False, False, HAS_BETA, RAW_BETA,
+        (beta_batch, beta_token, beta_head), C, False, False, False, HAS_BETA, RAW_BETA,
     )  # fmt: skip
     ty: tl.constexpr = k.dtype.element_ty
     i, c = tl.arange(0, C), tl.arange(0, BK)
@@ -350,5 +349,5 @@ def run_channel(c: Draft, s: Solved, ch: Channels) -> None:
     launch_rule(
         c, channel, pointers, (count_slots(p) * p.HV, 1, 1), tile("channel", p, c.chip),
         p.N, p.T, p.scale, p.gate.bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
-        batch(x.beta), tokens(x.beta),
+        batch(x.beta), *tokens(x.beta),
     )  # fmt: skip

@@ -54,10 +54,10 @@ def reflects(b):
     return tl.sum(tl.where(b > 1.0, kept, kept - 1.0 / b.shape[0])) > -1.0
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def factor(
     q, k, cu_seqlens, A, vectors, norms, X, Y, rates, N, T, scale, q_strides, k_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    H, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, REFLECTS: tl.constexpr,
     SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def factor(
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
     scores = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
     follow(OVERLAP)
-    first = slot.to(tl.int64) * HV + h * (HV // H)
+    first = slot.to(tl.int64) * HV + h * GROUP
     rq, rk, rp = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     if NORM:
         norms += (slot.to(tl.int64) * H + h) * 3 * C
@@ -90,7 +90,7 @@ def factor(
         keys = keys.to(A.dtype.element_ty)
     if DITHER:
         own = dither(rows_of(q, q_strides, row, h) + token.to(tl.int64) * q_strides[1], q_strides[3])
-    for member in range(HV // H):
+    for member in range(GROUP):
         head = first + member
         v = vectors + head * 4 * C
         b = tl.load(v + 2 * C + i)

@@ -12,12 +12,13 @@ is kept transposed, S^T [BV, K], in float32 accumulators, which the next product
 Qg and Kg lack only norms and the scale. One program scans a sequence with BV columns of one value head's state: grid
 (V / BV, HV, N), and with packed sequences one more, which writes zeros after the last sequence.
 
-On a pool of states (POOL) sequences start from slots, end in slots, and leave checkpoints in slots. Checkpoints are at
-a stride, or one for each sequence, which serving/offsets.py completes up to its offset. An index that names no slot is
-never used as an address. If a sequence lacks a slot that it needs, it is padding, and its outputs are zeros. With SHORT
-only longer sequences are scanned: program z scans the one with z such sequences before it. Only the device knows how
-many there are. A launch is for ``least`` to ``most`` of them. With fewer or more its programs exit at once. A launch
-for ``others`` also serves more than ``most``. Its programs then scan several sequences, one after the other.
+On a pool of states (POOL: the number of value heads, otherwise 0) sequences start from slots, end in slots, and leave
+checkpoints in slots. Checkpoints are at a stride, or one for each sequence, which serving/offsets.py completes up to
+its offset. An index that names no slot is never used as an address. If a sequence lacks a slot that it needs, it is
+padding, and its outputs are zeros. With SHORT only longer sequences are scanned: program z scans the one with z such
+sequences before it. Only the device knows how many there are. A launch is for ``least`` to ``most`` of them. With fewer
+or more its programs exit at once. A launch for ``others`` also serves more than ``most``. Its programs then scan
+several sequences, one after the other.
 
 For the backward pass (SAVE) it writes the state at every chunk's start ``[slots, HV, V'', K']`` (workspace.py), and R
 and U, each ``[slots, HV, C, V']``. Without OUTPUT it is then a part of `scan_backward`.
@@ -165,7 +166,7 @@ def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constex
 @triton.jit
 def scan_sequence(
     z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
-    initial_strides, final_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    initial_strides, final_strides, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr,
     INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -178,7 +179,7 @@ def scan_sequence(
     KP: tl.constexpr = pitch(K)
     VP: tl.constexpr = pitch(V)
     ROWS: tl.constexpr = whole_rows(V)
-    h, hv, w = tl.program_id(1) // (HV // H), tl.program_id(1), tl.program_id(0) * BV
+    h, hv, w = tl.program_id(1) // GROUP, tl.program_id(1), tl.program_id(0) * BV
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
     ty: tl.constexpr = v.dtype.element_ty
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
@@ -295,7 +296,7 @@ def scan_sequence(
 
 NUMBERS = [  # Triton would specialise values of 1 and multiples of 16
     "N", "T", "length", "least", "most", "others", "slots", "null_slot", "columns", "interval", "read_row", "write_row",
-    "has_row", "checkpoint_row", "checkpoint_column",
+    "has_row", "checkpoint_row", "checkpoint_column", "HV",
 ]  # fmt: skip
 INDICES = [  # see decode.py
     "read_indices", "write_indices", "has_initial_state", "checkpoint_indices", "checkpoint_offsets",
@@ -307,10 +308,9 @@ def scan(
     q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, read_indices,
     write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets, N, T, length, least, most, others, slots,
     null_slot, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column, q_strides, p_strides,
-    v_strides, initial_strides, final_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr,
-    POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
+    v_strides, initial_strides, final_strides, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr,
+    INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tensors = (q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out)
@@ -318,6 +318,8 @@ def scan(
     slots = (slots, null_slot)
     numbers = (N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column)
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
+    if POOL:  # a constant: as a number it makes registers spill there
+        HV = POOL
     o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
     if POOL and SHORT > 0:
         if others != 0:
@@ -338,14 +340,14 @@ def scan(
                 start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
                 scan_sequence(
                     z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
-                    v_strides, initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
+                    v_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
                     SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
                 )  # fmt: skip
         elif z < count:  # outside of the loop, where it would spill and take 8 % longer (docs/notes)
             start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
             scan_sequence(
                 z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
-                v_strides, initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
+                v_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
                 SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
             )  # fmt: skip
     else:
@@ -355,7 +357,7 @@ def scan(
             return
         scan_sequence(
             z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
-            initial_strides, final_strides, H, HV, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL, SEGMENTS,
+            initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL, SEGMENTS,
             OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
         )  # fmt: skip
 
@@ -382,6 +384,6 @@ def run_scan(
             p.N, p.T, 0, w.least, w.most, int(w.others), *counts, *(table(t)[0] for t in indices[:3]),
             *checkpoint_table(*indices[3:]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial),
             states(p, final),
-            INITIAL=initial is not None, POOL=slots is not None, SEGMENTS=False, OUTPUT=True,
+            INITIAL=initial is not None, POOL=0 if slots is None else p.HV, SEGMENTS=False, OUTPUT=True,
             SAVE=r is not None, **copies(c, t, x.v), follows=True,
         )  # fmt: skip

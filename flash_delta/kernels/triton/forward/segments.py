@@ -152,7 +152,7 @@ def _run_scan(
     launch_rule(
         c, scan, pointers, (-(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)), t,
         p.N, p.T, w.split.length, *(0,) * 6, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v),
-        states(p, initial), final, INITIAL=initial is not None, POOL=False, SEGMENTS=True, OUTPUT=output, SAVE=False,
+        states(p, initial), final, INITIAL=initial is not None, POOL=0, SEGMENTS=True, OUTPUT=output, SAVE=False,
         **copies(c, t, x.v), follows=follows,
     )  # fmt: skip
 

@@ -38,7 +38,7 @@ from flash_delta.kernels.device.chunk import (
     rows_of,
 )
 from flash_delta.kernels.device.gates import head_log_decay, head_parameters
-from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
+from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.tiles import WARP
@@ -216,11 +216,11 @@ def score_blocks(
     return scores
 
 
-@triton.jit(do_not_specialize=["N", "T", "g_batch", "beta_batch"])
+@triton.jit(do_not_specialize=["N", "T", "g_batch", "beta_batch", "H", "HV"], do_not_specialize_on_alignment=PER_TOKEN)
 def solve(
     q, k, p, g, beta, A_log, dt_bias, cu_seqlens, L, A, vectors, norms, N, T, beta_top,
-    q_strides, k_strides, p_strides, g_batch, g_strides, beta_batch, beta_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    q_strides, k_strides, p_strides, g_batch, g_token, g_head, beta_batch, beta_token, beta_head,
+    H, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
     NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
     SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -235,11 +235,11 @@ def solve(
         follow(OVERLAP)  # without CHANNEL it is the first kernel of its call
     else:
         W: tl.constexpr = min(BK, 512 // k.dtype.element_ty.primitive_bitwidth)  # wider ones take too many registers
-        for member in range(HV // H):
-            hv = h * (HV // H) + member
+        for member in range(GROUP):
+            hv = h * GROUP + member
             cumulate(
                 g, beta, A_log, dt_bias, vectors + (slot.to(tl.int64) * HV + hv) * 4 * C, row, hv, token, stop,
-                beta_top, (g_batch, g_strides[0], g_strides[1]), (beta_batch, beta_strides[0], beta_strides[1]),
+                beta_top, (g_batch, g_token, g_head), (beta_batch, beta_token, beta_head),
                 C, GATE, RAW_GATE, HAS_BIAS, HAS_BETA, RAW_BETA,
             )  # fmt: skip
         k_rows, p_rows = rows_of(k, k_strides, row, h), rows_of(p, p_strides, row, h)
@@ -262,8 +262,8 @@ def solve(
         # 2.5e-2. Keys without norms may have any length, so A may be beyond float16.
         PRODUCTS: tl.constexpr = PRECISION if k.dtype.element_ty == tl.float32 else "float16" if NORM else "clamped"
         zero = tl.zeros([16, 16], tl.float32)
-        for member in range(HV // H):
-            head = slot.to(tl.int64) * HV + h * (HV // H) + member
+        for member in range(GROUP):
+            head = slot.to(tl.int64) * HV + h * GROUP + member
             v, a = vectors + head * 4 * C, A + head * C * C
             if CHANNEL:
                 s00, s10, s11, s20, s21, s22, s30, s31, s32, s33 = load_scores(L + head * C * C, C)
@@ -306,6 +306,6 @@ def run_solve(c: Draft, ch: Channels, s: Solved) -> None:
     pointers = (x.q, x.k, c.keys, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, ch.L, *s)
     launch_rule(
         c, solve, pointers, (count_slots(p), p.H, 1), WARP,
-        p.N, p.T, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), tokens(x.g),
-        batch(x.beta), tokens(x.beta), follows=p.gate.kind == "channel",
+        p.N, p.T, p.beta_range, strides(x.q), strides(x.k), strides(c.keys), batch(x.g), *tokens(x.g),
+        batch(x.beta), *tokens(x.beta), follows=p.gate.kind == "channel",
     )  # fmt: skip

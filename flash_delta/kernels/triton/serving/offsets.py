@@ -27,7 +27,7 @@ from flash_delta.problem import Slots
 
 NUMBERS = [
     "N", "T", "slots", "null_slot", "k_token", "v_token", "g_token", "beta_token", "read_row", "write_row", "has_row",
-    "checkpoint_row", "offset_row",
+    "checkpoint_row", "offset_row", "HV",
 ]  # fmt: skip
 INDICES = [  # see decode.py
     "read_indices", "write_indices", "has_initial_state", "checkpoint_indices", "checkpoint_offsets",
@@ -37,19 +37,17 @@ INDICES = [  # see decode.py
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def scan_to_offset(
     k, v, g, beta, A_log, dt_bias, pool, read_indices, write_indices, has_initial_state, checkpoint_indices,
-    checkpoint_offsets, cu_seqlens,
-    N, T, slots, null_slot, bound, beta_range, slot_stride, k_token, v_token, g_token, beta_token, read_row,
-    write_row, has_row, checkpoint_row, offset_row, k_strides, v_strides, g_strides, beta_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, STRIDES: tl.constexpr, SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
-    BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
-    BEFORE: tl.constexpr,
+    checkpoint_offsets, cu_seqlens, N, T, slots, null_slot, bound, beta_range, slot_stride, k_token, v_token, g_token,
+    beta_token, read_row, write_row, has_row, checkpoint_row, offset_row, k_strides, v_strides, g_strides, beta_strides,
+    HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    STRIDES: tl.constexpr, SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr,
+    HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """BEFORE: the other kernels have not run yet. For strides and units see `decode`."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     program, slots = tl.program_id(0), (slots, null_slot)
     w, hv, n = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
-    h, c, d = hv // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
+    h, c, d = hv // GROUP, tl.arange(0, BK), w + tl.arange(0, BV)
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     offset, wanted = find_offset(checkpoint_offsets, n, offset_row, stop - start)
     finished = (start + offset == stop) & (stop - start > SHORT)  # scanned to its end, so nothing is left

@@ -67,8 +67,7 @@ def number_of(part, of_q, of_k, of_v):
 
 @triton.jit
 def find_channels(
-    block, q, k, v, q_strides, k_strides, v_strides, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BD: tl.constexpr,
+    block, q, k, v, q_strides, k_strides, v_strides, H, HV, K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """For a block of channels:
 
@@ -77,14 +76,14 @@ def find_channels(
     * how many of all channels come before those of q, k or v,
     * pointers to the first token, and the stride between tokens.
     """
-    KEYS: tl.constexpr = H * K
-    BLOCKS: tl.constexpr = (KEYS + BD - 1) // BD
-    part = tl.minimum(block // BLOCKS, 2)
-    d = (block - part * BLOCKS) * BD + tl.arange(0, BD)
-    width, zero = tl.where(part == 2, HV * V, KEYS), block.to(tl.int64) * 0
+    keys = H * K
+    blocks = (keys + BD - 1) // BD
+    part = (block >= blocks).to(tl.int32) + (block >= 2 * blocks).to(tl.int32)  # a division would take longer
+    d = (block - part * blocks) * BD + tl.arange(0, BD)
+    width, zero = tl.where(part == 2, HV * V, keys), block.to(tl.int64) * 0
     offsets = number_of(part, offsets_of(q_strides, d, K), offsets_of(k_strides, d, K), offsets_of(v_strides, d, V))
     token = number_of(part, zero + q_strides[0], zero + k_strides[0], zero + v_strides[0])
-    return part, d, width, part * KEYS, tensor_of(part, q, k, v) + offsets, token
+    return part, d, width, part * keys, tensor_of(part, q, k, v) + offsets, token
 
 
 @triton.jit
@@ -95,7 +94,7 @@ def load_before(at, stride, windows, strides, slot, stored, t, start, channel, m
     return new.to(tl.float32) + old
 
 
-NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row"]  # see decode.py
+NUMBERS = ["N", "T", "slots", "null_slot", "read_row", "write_row", "has_row", "blocks", "H", "HV"]  # see decode.py
 PROMPT_TOKENS = 64  # of a program that convolves. With other numbers it was not timed
 MORE_NUMBERS = [*NUMBERS, "columns", "interval", "checkpoint_row", "checkpoint_column", "eps"]
 INDICES = ["read_indices", "write_indices", "has_initial_state"]
@@ -105,13 +104,13 @@ MORE_INDICES = [*INDICES, "checkpoint_indices", "checkpoint_offsets"]
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def convolve_prompts(
     q, k, v, cu_seqlens, windows, weight, bias, read_indices, write_indices, has_initial_state, q_out, k_out, v_out,
-    N, T, slots, null_slot, read_row, write_row, has_row, q_strides, k_strides, v_strides, window_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, INPUTS: tl.constexpr,
-    BLOCKS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    N, T, slots, null_slot, blocks, read_row, write_row, has_row, q_strides, k_strides, v_strides, window_strides,
+    H, HV, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, INPUTS: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS: the number of blocks of channels of q, k and v together."""
-    block = tl.program_id(0) % BLOCKS
-    n, _, start, stop, number = find_slot(tl.program_id(0) // BLOCKS, cu_seqlens, N, T, BT, True)
+    """``blocks``: the number of blocks of channels of q, k and v together."""
+    block = tl.program_id(0) % blocks
+    n, _, start, stop, number = find_slot(tl.program_id(0) // blocks, cu_seqlens, N, T, BT, True)
     token = start + number * BT
     if (n >= N) | (token >= stop):
         return
@@ -210,11 +209,10 @@ def store_window(window, to, step, mask, INPUTS: tl.constexpr):
 @triton.jit(do_not_specialize=MORE_NUMBERS, do_not_specialize_on_alignment=MORE_INDICES)
 def finish_prompts(
     o, gate, norm_weight, inputs_q, inputs_k, inputs_v, cu_seqlens, conv_pool, read_indices, write_indices,
-    has_initial_state, checkpoint_indices, checkpoint_offsets, N, T, slots, null_slot, columns, interval, read_row,
-    write_row, has_row, checkpoint_row, checkpoint_column, eps, gate_strides, q_strides, k_strides, v_strides,
-    window_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
-    ACTIVATION: tl.constexpr, INPUTS: tl.constexpr, BLOCKS: tl.constexpr, BD: tl.constexpr,
+    has_initial_state, checkpoint_indices, checkpoint_offsets, N, T, slots, null_slot, columns, interval, blocks,
+    read_row, write_row, has_row, checkpoint_row, checkpoint_column, eps, gate_strides, q_strides, k_strides, v_strides,
+    window_strides, H, HV, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr, INPUTS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """The programs of the norm come first, if there is one. ``columns``: those of the checkpoints' table, or 1 with
     offsets. With offsets one program writes both a sequence's checkpoint and its last window, since the checkpoint may
@@ -232,7 +230,7 @@ def finish_prompts(
         count = columns
         if checkpoint_offsets is None and write_indices is not None:
             count += 1
-        n, m, block = program // BLOCKS // count, program // BLOCKS % count, program % BLOCKS
+        n, m, block = program // blocks // count, program // blocks % count, program % blocks
         start, end, read, stored, write, live = find_window(
             n, m, cu_seqlens, read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets,
             N, T, (slots, null_slot), columns, interval, read_row, write_row, has_row, checkpoint_row,
@@ -287,9 +285,9 @@ def run_before(c: Draft, s: Slots, around: Around, convolved: tuple[Any, ...]) -
         pointers = (*x[:3], x.cu_seqlens, *around[:3], *indices, *convolved)
         launch_rule(
             c, convolve_prompts, pointers, (count_pieces(p, w.BT) * blocks if p.T else 0, 1, 1), Tile(w.warps, 1),
-            p.N, p.T, s.state_pool.shape[0], p.pools.null_slot, *(table(t)[0] for t in indices),
+            p.N, p.T, s.state_pool.shape[0], p.pools.null_slot, blocks, *(table(t)[0] for t in indices),
             *(tokens(t) for t in x[:3]), around.conv_pool.stride(),
-            W=p.pools.taps, INPUTS=p.pools.window, BLOCKS=blocks, BT=w.BT, BD=w.BD, G=w.G,
+            W=p.pools.taps, INPUTS=p.pools.window, BT=w.BT, BD=w.BD, G=w.G,
         )  # fmt: skip
     bare = p._replace(pools=p.pools._replace(taps=0, window=0, rolling=False, eps=None, activation=None))
     return c._replace(p=bare, x=with_convolved(x, convolved))
@@ -310,10 +308,10 @@ def run_after(c: Draft, s: Slots, around: Around, o: Layout) -> None:
     pointers = (o, around.norm_gate, around.norm_weight, *inputs, x.cu_seqlens, around.conv_pool, *indices)
     launch_rule(
         c, finish_prompts, pointers, (normed + written, 1, 1), t,
-        p.N, p.T, s.state_pool.shape[0], pools.null_slot, columns, pools.checkpoint_every,
+        p.N, p.T, s.state_pool.shape[0], pools.null_slot, columns, pools.checkpoint_every, blocks,
         *(table(t)[0] for t in indices[:3]), *checkpoint_table(*indices[3:]), pools.eps or 0.0,
         *(tokens(t) for t in (around.norm_gate, *inputs)), strides(around.conv_pool), BV=BV, ROWS=rows,
-        ACTIVATION=pools.activation, INPUTS=pools.window, BLOCKS=blocks, BD=w.BD,
+        ACTIVATION=pools.activation, INPUTS=pools.window, BD=w.BD,
     )  # fmt: skip
 
 

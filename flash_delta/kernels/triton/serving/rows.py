@@ -51,24 +51,23 @@ LIMIT = 2**31  # kernels count the numbers of a tensor of `plan_step` in 32 bits
 NUMBERS = [  # see decode.py
     "N", "T", "most", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row",
     "k_token", "v_row", "v_token", "read_row", "read_column", "accepted_row", "write_row", "write_token", "parents_row",
-    "parents_token", "has_row",
+    "parents_token", "has_row", "H", "HV",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def convolve_rows(
     q, k, v, read_indices, write_indices, accepted, parents, has_initial_state, cu_seqlens, conv_pool, conv_weight,
-    conv_bias, conv_target, q_out, k_out, v_out,
-    N, T, most, slots, written_slots, null_slot, columns, first_written, conv_stride, conv_target_stride,
-    conv_step_stride, q_row, q_token, k_row, k_token, v_row, v_token, read_row, read_column, accepted_row, write_row,
-    write_token, parents_row, parents_token, has_row, q_strides, k_strides, v_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CONV: tl.constexpr,
-    CONV_TARGET: tl.constexpr, BD: tl.constexpr, BLOCKS: tl.constexpr, WRITES: tl.constexpr, OVERLAP: tl.constexpr,
+    conv_bias, conv_target, q_out, k_out, v_out, N, T, most, slots, written_slots, null_slot, columns, first_written,
+    conv_stride, conv_input, conv_target_stride, conv_target_input, conv_step_stride, q_row, q_token, k_row, k_token,
+    v_row, v_token, read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
+    q_strides, k_strides, v_strides, H, HV, K: tl.constexpr, V: tl.constexpr, CONV: tl.constexpr,
+    CONV_TARGET: tl.constexpr, BD: tl.constexpr, WRITES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Strides are counted as in `decode`. BLOCKS: the number of blocks of channels of q, k and v together. ``slots``:
-    the number of slots of ``conv_pool``. ``written_slots``: that of the pool that is written."""
+    """Grid (rows, blocks of channels of q, k and v). Strides are counted as in `decode`. ``slots``: the number of slots
+    of ``conv_pool``. ``written_slots``: that of the pool that is written."""
     lead(OVERLAP)
-    block, b = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
+    b, block = tl.program_id(0), tl.program_id(1)
     row, start, slots = b, b * 0, (slots, null_slot)
     targets = slots if written_slots is None else (written_slots, null_slot)
     write_strides = (write_row, write_token)
@@ -94,10 +93,10 @@ def convolve_rows(
         column, _ = find_column(accepted, b, accepted_row, columns)
         window_slot, is_row = load_slot(read_indices, b, 0, (read_row, read_column), slots, is_row)
         stored = stored & is_row
-    windows = (conv_pool, conv_stride, None)
+    windows = (conv_pool, conv_stride, conv_input, None)
     first = load_window(windows, window_slot, column, before, d, width, stored, CONV)
     if conv_target is not None:
-        windows = (conv_target, conv_target_stride, conv_step_stride)
+        windows = (conv_target, conv_target_stride, conv_target_input, conv_step_stride)
     tl.debug_barrier()  # all threads have to load before anything is stored
     window, alive = first, is_row.to(tl.int32)  # as in `decode`
     for t in range(T):
@@ -121,9 +120,9 @@ def convolve_rows(
             tl.debug_barrier()  # threads of a later token load what threads of this one stored
 
 
-@triton.jit(do_not_specialize=["T", "M", "eps", "z_row", "z_token"])
+@triton.jit(do_not_specialize=["T", "M", "eps", "z_row", "z_token", "HV"])
 def normalize_outputs(
-    o, z, norm_weight, T, M, eps, z_row, z_token, z_strides, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    o, z, norm_weight, T, M, eps, z_row, z_token, z_strides, HV, V: tl.constexpr, BV: tl.constexpr,
     ROWS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program has ROWS of the M rows of o. Strides of the gate z are counted as in `decode`."""
@@ -162,13 +161,13 @@ def _convolve_rows(c: Draft, s: Slots, around: Around, to: Iterable[Layout]) -> 
         conv, around.conv_weight, around.conv_bias, target, *to,
     )  # fmt: skip
     launch_rule(
-        c, convolve_rows, pointers, ((p.N if p.packed else p.B) * blocks, 1, 1), Tile(WARPS, 1),
+        c, convolve_rows, pointers, (p.N if p.packed else p.B, blocks, 1), Tile(WARPS, 1),
         p.N, p.T, pools.most_tokens or None, s.state_pool.shape[0],
         None if s.write_pool is None else s.write_pool.shape[0], pools.null_slot, s.read_indices.shape[-1],
-        first_written_of(p, s), conv.stride(0), None if target is None else target.stride(0), token_stride(target, 3),
+        first_written_of(p, s), *ends_of(conv), *ends_of(target), token_stride(target, 3),
         *(count for counts, _ in units for count in counts), *rows_of(s), *(strides for _, strides in units),
         CONV=windows_of(p, conv), CONV_TARGET=windows_of(p, conv if target is None else target), BD=CHANNELS,
-        BLOCKS=blocks, WRITES=s.write_indices is not None, contracts=False,
+        WRITES=s.write_indices is not None, contracts=False,
     )  # fmt: skip
 
 
@@ -212,4 +211,10 @@ def _spans(t: Layout) -> int:
 
 def windows_of(p: Problem, pool: Layout) -> tuple[int, ...]:
     """The tuple that window.py takes as CONV."""
-    return p.pools.taps, p.pools.window, *pool.stride()[-2:], p.pools.rolling
+    channel, step = pool.stride()[-2:]
+    return p.pools.taps, p.pools.window, channel, step == 1, p.pools.rolling
+
+
+def ends_of(pool: Layout | None) -> tuple[int | None, int | None]:
+    """Strides of slots and of a window's inputs."""
+    return (None, None) if pool is None else (pool.stride(0), pool.stride()[-1])

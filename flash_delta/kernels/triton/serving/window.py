@@ -8,7 +8,8 @@ a tuple:
 
     0       the taps W
     1       the inputs L of a window in a slot, W - 1 to 4
-    2, 3    the pool's strides of (channel, input)
+    2       the pool's stride of channels
+    3       whether the inputs of a channel adjoin
     4       whether slots are rolling
 
 A rolling slot holds the inputs before a draft, and then those of its tokens. L is W - 1, and the window that begins at
@@ -41,26 +42,27 @@ def matrix_of(columns):
 
 @triton.jit
 def place(windows, slot, n, start, c, CONV: tl.constexpr):
-    """The addresses of the first of four inputs of window ``n`` in a slot. ``windows``: their pool, its stride of
-    slots, and the stride of a slot's windows. If that is None, there is one window, unless the slot is rolling."""
+    """The addresses of the first of four inputs of window ``n`` in a slot. ``windows``: their pool, its strides of
+    slots and inputs, and the stride of a slot's windows. If that is None, there is one window, unless the slot is
+    rolling."""
     at = windows[0] + slot.to(tl.int64) * windows[1]
-    if windows[2] is not None:
-        at += n * windows[2]
+    if windows[3] is not None:
+        at += n * windows[3]
     first = CONV[1] - 4
     if CONV[4]:
         first += n
-    return at + (start + c).to(tl.int64) * CONV[2] + first * CONV[3]
+    return at + (start + c).to(tl.int64) * CONV[2] + first * windows[2]
 
 
 @triton.jit
 def load_window(windows, slot, n, start, c, width, live, CONV: tl.constexpr):
     at, inside = place(windows, slot, n, start, c, CONV), (c < width) & live
-    if CONV[3] == 1:
+    if CONV[3]:
         i = tl.arange(0, 4)[None, :]
         return columns_of(tl.load(at[:, None] + i, mask=inside[:, None] & (i >= 4 - CONV[1]), other=0.0))
     window = []
     for i in tl.static_range(4):
-        window += [tl.load(at + i * CONV[3], mask=inside & (i >= 4 - CONV[1]), other=0.0)]
+        window += [tl.load(at + i * windows[2], mask=inside & (i >= 4 - CONV[1]), other=0.0)]
     return window
 
 
@@ -68,12 +70,12 @@ def load_window(windows, slot, n, start, c, width, live, CONV: tl.constexpr):
 def store_window(window, windows, slot, n, start, c, width, live, CONV: tl.constexpr):
     at, inside = place(windows, slot, n, start, c, CONV), (c < width) & live
     before = (n == 0) if CONV[4] else True  # in a rolling slot later tokens find the first three inputs there
-    if CONV[3] == 1:
+    if CONV[3]:
         i = tl.arange(0, 4)[None, :]
         tl.store(at[:, None] + i, matrix_of(window), mask=inside[:, None] & (i >= 4 - CONV[1]) & ((i == 3) | before))
     else:
         for i in tl.static_range(4):
-            tl.store(at + i * CONV[3], window[i], mask=inside & (i >= 4 - CONV[1]) & ((i == 3) | before))
+            tl.store(at + i * windows[2], window[i], mask=inside & (i >= 4 - CONV[1]) & ((i == 3) | before))
 
 
 @triton.jit

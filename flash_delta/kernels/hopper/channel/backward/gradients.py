@@ -281,11 +281,10 @@ def store_box(desc, tile, row, size, first, column):
 
 @gluon.jit(do_not_specialize=["N", "T", "items", "q_batch", "k_batch", "g_batch", "do_batch", "do_head", "HV"])
 def chunk_back(
-    q_desc, k_desc, g_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc, dg_desc,
-    dq, dk, dv, dg, dbeta, dA_log, ddt_bias, deep, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items,
-    q_batch, k_batch, g_batch, do_batch, heads, HV, scale, shift, bound, beta_top,
-    NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
-    DEEP: gl.constexpr,
+    q_desc, k_desc, g_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc, dg_desc, dq,
+    dk, dv, dg, dbeta, dA_log, ddt_bias, deep, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items, q_batch,
+    k_batch, g_batch, do_batch, heads, scale, shift, bound, beta_top, HV, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
+    RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, DEEP: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times heads. ``deep``: whether items are left to the launch with DEEP, or None if none is.
     ``shift``: SHIFT less the logarithm of `state_unit`, by which dS1 is divided."""
@@ -392,7 +391,7 @@ def run_chunk_back(
         *(ragged(t, K) for t in (x.q, x.k, x.g, do)), *(blocks(t, K) for t in tiles), blocks(r.states, K, K),
         blocks(chain.dstates, K, K), squares(ch.L), *(ragged(t, K) for t in (d.q, d.k, d.g)), d.q, d.k, d.v, d.g,
         d.beta, d.A_log, d.dt_bias, deep.chunks if p.gate.bound is None else None, s.vectors, s.norms, x.A_log,
-        x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.HV, p.scale, SHIFT.value - log2(state_unit(p)),
+        x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.scale, SHIFT.value - log2(state_unit(p)),
         p.gate.bound or 0.0, p.beta_range,
     )  # fmt: skip
     programs = min(items, c.chip.processors)

@@ -29,41 +29,40 @@ from flash_delta.kernels.hopper.scalar.backward.memory import (
     count_lines,
 )
 from flash_delta.kernels.hopper.scalar.forward.rates import TINY
-from flash_delta.kernels.runtime.arguments import batch, launch_rule, strides, tokens
+from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, strides, tokens
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.triton.backward.gradients import norm_backward, store_gate
 from flash_delta.problem import Inputs
 
 
-@triton.jit(do_not_specialize=["N", "T"])
+@triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def sum_heads(
-    q, k, norms, head_dq, head_dk, cu_seqlens, dq, dk, N, T, q_strides, k_strides,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    q, k, norms, head_dq, head_dk, cu_seqlens, dq, dk, N, T, q_strides, k_strides, H, HV, GROUP: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     norm = norms
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * (2 * C)
     if tl.program_id(2) == 0:
-        sum_of(head_dq, q, q_strides, norm, dq, row, token, stop, empty, h, T, HV, H, K, C, NORM)
+        sum_of(head_dq, q, q_strides, norm, dq, row, token, stop, empty, h, T, H, HV, GROUP, K, C, NORM)
     else:
         if NORM:
             norm += C
-        sum_of(head_dk, k, k_strides, norm, dk, row, token, stop, empty, h, T, HV, H, K, C, NORM)
+        sum_of(head_dk, k, k_strides, norm, dk, row, token, stop, empty, h, T, H, HV, GROUP, K, C, NORM)
 
 
 @triton.jit
 def sum_of(
     parts, x, x_strides, norm, out, row, token, stop, empty, h, T,
-    HV: tl.constexpr, H: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
+    H, HV, GROUP: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradient of x for one chunk and key head."""
     head_strides, out_strides = (T.to(tl.int64) * HV * K, HV * K, K, 1), (T.to(tl.int64) * H * K, H * K, K, 1)
     z = tl.zeros([C, K], tl.float32)
     if not empty:
-        for member in tl.static_range(HV // H):
-            rows = rows_of(parts, head_strides, row, h * (HV // H) + member)
+        for member in tl.static_range(GROUP):
+            rows = rows_of(parts, head_strides, row, h * GROUP + member)
             z += load_tile(rows, head_strides, token, stop, 0, K, C, K).to(tl.float32)
         if NORM:
             own = load_tile(rows_of(x, x_strides, row, h), x_strides, token, stop, 0, K, C, K).to(tl.float32)
@@ -100,11 +99,10 @@ def gate_gradient(line, rate, V: tl.constexpr, C: tl.constexpr):
     return sums + pairs + tl.load(rate - i + 7 * C) * tl.sum(through)
 
 
-@triton.jit(do_not_specialize=["N", "T", "g_batch"])
+@triton.jit(do_not_specialize=["N", "T", "g_batch", "HV"], do_not_specialize_on_alignment=PER_TOKEN)
 def finish(
     g, A_log, dt_bias, rates, decays, lines, cu_seqlens, dv, dg, dbeta, dA_log, ddt_bias, N, T, beta_top, g_batch,
-    g_strides,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr,
+    g_token, g_head, HV, V: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr,
     RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
     LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +131,7 @@ def finish(
         if RAW_GATE:
             log_decays = decays + head * C
         given = (g, A_log, dt_bias, log_decays, dg, dA_log, ddt_bias)
-        all_strides = (g_batch, g_strides[0], g_strides[1])
+        all_strides = (g_batch, g_token, g_head)
         sums = gate_gradient(line, rate, V, C)
         store_gate(sums, given, row, hv, head, token, stop, T, all_strides, HV, C, RAW_GATE, HAS_BIAS)
 
@@ -144,7 +142,7 @@ def run_finish(c: Draft, gates: Gates, norms: Layout | None, parts: GradientLine
         x.g, x.A_log, x.dt_bias, *gates, parts.lines, x.cu_seqlens, d.v, d.g, d.beta, d.A_log,
         d.dt_bias,
     )  # fmt: skip
-    scalars = p.N, p.T, p.beta_range, batch(x.g), tokens(x.g)
+    scalars = p.N, p.T, p.beta_range, batch(x.g), *tokens(x.g)
     launch_rule(c, finish, pointers, (slots, p.HV, 1), FINISH, *scalars, LINES=count_lines(p.V), follows=True)
     pointers = (x.q, x.k, norms, parts.dq, parts.dk, x.cu_seqlens, d.q, d.k)
     launch_rule(c, sum_heads, pointers, (slots, p.H, 2), SUM_HEADS, p.N, p.T, strides(x.q), strides(x.k), follows=True)

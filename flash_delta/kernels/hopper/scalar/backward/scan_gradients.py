@@ -108,7 +108,7 @@ def load_back(descs, tiles, bars, batches, heads, group, left, work, HV):
 @gluon.jit(do_not_specialize=["length", "N", "T", "q_batch", "k_batch", "do_batch", "group", "HV"])
 def scan_gradients(
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc, dq_desc, dk_desc, dv_desc, after, start_desc, handed,
-    tape, lines, rates, cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, group, HV,
+    tape, lines, rates, cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, HV, group,
     WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, GATE: gl.constexpr,
     GRADIENTS: gl.constexpr, LINES: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -223,7 +223,7 @@ def _run(
     q, k, out = boxes.ragged(x.q, p.K), boxes.ragged(x.k, p.K), boxes.ragged(do, p.K)
     arguments = (
         q, k, out, boxes.inverses(w.A), *given[:2], boxes.lines(rates), *given[2:], rates, x.cu_seqlens, w.length,
-        p.N, p.T, *boxes.strides(x.q, x.k, do), p.HV // p.H, p.HV,
+        p.N, p.T, *boxes.strides(x.q, x.k, do),
     )  # fmt: skip
     programs = count_slots(p, w.length) * p.HV if tape is None else tape.programs
     launch_rule(

@@ -20,9 +20,7 @@ from flash_delta.kernels.hopper.device.work_items import find_piece, find_pieces
 
 
 @gluon.jit
-def factor_role(
-    sD, a_desc, tiles, bars, work, w, HV: gl.constexpr, which: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr
-):
+def factor_role(sD, a_desc, tiles, bars, work, w, HV, which: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr):
     """Factors every chunk whose number is ``which``, modulo FACTORS. ``tiles``: `ChunkTiles`. ``bars``: `Barriers`. sD:
     as in `invert`."""
     sq, sk, sr, sa, sp = tiles.q, tiles.k, tiles.rates, tiles.A, tiles.P

@@ -68,7 +68,7 @@ from flash_delta.kernels.hopper.scalar.forward.factor_role import factor_role
 from flash_delta.kernels.hopper.scalar.forward.rate_role import rate_role
 from flash_delta.kernels.hopper.scalar.segments.memory import PromptParts
 from flash_delta.kernels.hopper.scalar.segments.roles import Barriers, StateDescriptors
-from flash_delta.kernels.runtime.arguments import batch, launch_rule, tokens
+from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, tokens
 from flash_delta.kernels.runtime.plan import Descriptor, Draft, Layout
 from flash_delta.kernels.runtime.pool_launches import PoolLaunch
 from flash_delta.kernels.runtime.workspace import Trace
@@ -87,7 +87,7 @@ def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
 
 @gluon.jit
 def state_role(
-    so, sbar, descs, tiles, bars, checkpoints, work, w, v: gl.constexpr, HV: gl.constexpr,
+    so, sbar, descs, tiles, bars, checkpoints, work, w, v: gl.constexpr, HV,
     INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr,
 ):  # fmt: skip
     """Carries 64 value columns of the state, from column w + v on. ``descs``: `StateDescriptors`. ``tiles``:
@@ -207,16 +207,18 @@ def state_role(
             store_state(descs.final, S, None, own.item * WIDTH, w + v, so, WIDTH, V_FIRST, BUFFERS)
 
 
-NUMBERS = ["items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "group", "g_batch", "beta_batch", "scale"]
+NUMBERS = [
+    "items", "T", "least", "most", "q_batch", "k_batch", "v_batch", "g_batch", "beta_batch", "scale", "HV", "group",
+    *checkpoints.NUMBERS,
+]  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=NUMBERS + checkpoints.NUMBERS, do_not_specialize_on_alignment=checkpoints.POINTERS)
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=[*checkpoints.POINTERS, *PER_TOKEN])
 def forward_loop(
     q_desc, k_desc, v_desc, o_desc, r_desc, a_desc, s_desc, u_desc, initial, final, handed, tape, cu_seqlens,
     prompts, parts, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, table_row,
-    table_column, q_batch, k_batch, v_batch, heads, group, g, beta, o, g_batch, beta_batch, g_strides,
-    beta_strides, scale,
-    HV: gl.constexpr, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, SAVE: gl.constexpr,
+    table_column, q_batch, k_batch, v_batch, heads, g, beta, o, g_batch, beta_batch, g_token, g_head, beta_token,
+    beta_head, scale, HV, group, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, SAVE: gl.constexpr,
     FINE: gl.constexpr, TAPED: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
     NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -262,6 +264,7 @@ def forward_loop(
     descs = StateDescriptors(initial, final, handed, o_desc, s_desc, u_desc)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
+    gates = (g, beta, o, g_batch, (g_token, g_head), beta_batch, (beta_token, beta_head), scale)
     # The first role gets the registers that the others do not ask for.
     if GROUPS == 2:
         gl.warp_specialize([
@@ -270,7 +273,7 @@ def forward_loop(
             (state_role, (so2, sbar2, descs, tiles, bars, checkpoints, work, w, 64, HV, INITIAL, V_FIRST, True)),
             (load_role, (of_keys, tiles, batches, heads, group, full, done, work, HV, 0)),
             (load_role, (of_values, tiles, batches, heads, group, vfull, done, work, HV, w)),
-            (rate_role, (g, beta, o, g_batch, g_strides, beta_batch, beta_strides, scale, tiles, full, done, work, HV)),
+            (rate_role, (gates, tiles, full, done, work, HV)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -279,7 +282,7 @@ def forward_loop(
             (factor_role, (sD2, a_desc, tiles, bars, work, w, HV, 1, FACTORS, True)),
             (load_role, (of_keys, tiles, batches, heads, group, full, done, work, HV, 0)),
             (load_role, (of_values, tiles, batches, heads, group, vfull, done, work, HV, w)),
-            (rate_role, (g, beta, o, g_batch, g_strides, beta_batch, beta_strides, scale, tiles, full, done, work, HV)),
+            (rate_role, (gates, tiles, full, done, work, HV)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
     end_barriers((full, done, vfull, xfull), sbar, pfull, sbar2)
 
@@ -327,12 +330,11 @@ def _run(
     p, x = c.p, c.x
     q, k, box, lines_of = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)
     gates = (x.g, x.beta, o) if rates is None else (None, None, None)
-    numbers = *map(batch, gates[:2]), *map(tokens, gates[:2]), p.scale
+    numbers = *map(batch, gates[:2]), *tokens(gates[0]), *tokens(gates[1]), p.scale
     for (t, sequences, least, most, _), tape in launches:
         arguments = (
             q, k, ragged(x.v, 64 * t.groups), box, lines_of, *stored, *handed_by(tape, handed), x.cu_seqlens,
-            *on_pool[:4], p.N * p.HV, p.T, least, most, *on_pool[4:], *strides(x.q, x.k, x.v), p.HV // p.H, *gates,
-            *numbers,
+            *on_pool[:4], p.N * p.HV, p.T, least, most, *on_pool[4:], *strides(x.q, x.k, x.v), *gates, *numbers,
         )  # fmt: skip
         programs = count_programs(p, c.chip, t, sequences) if tape is None else tape.programs
         launch_rule(

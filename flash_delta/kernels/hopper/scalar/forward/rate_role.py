@@ -46,10 +46,9 @@ def find_rates(x, b, i, scale):
 
 
 @gluon.jit
-def rate_role(
-    g, beta, o, g_batch, g_strides, beta_batch, beta_strides, scale, tiles, full, done, work, HV: gl.constexpr
-):
+def rate_role(gates, tiles, full, done, work, HV):
     """Fills the ring of rates. It does nothing if `rates` makes them: then there is no ``o``."""
+    g, beta, o, g_batch, g_strides, beta_batch, beta_strides, scale = gates
     if o is not None:
         g_token, g_head = g_strides
         beta_token, beta_head = beta_strides

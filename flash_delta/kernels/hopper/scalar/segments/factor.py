@@ -78,9 +78,9 @@ def factor_chunk(
         store_inverse(descs.A, at + member, A, fine)
 
 
-@gluon.jit(do_not_specialize=["N", "T", "slots", "k_batch", "HV", "group", "members", "shortest", "fewest", "most"])
+@gluon.jit(do_not_specialize=["N", "T", "slots", "k_batch", "members", "shortest", "fewest", "most", "HV", "group"])
 def factor_chunks(
-    k_desc, r_desc, a_desc, cu_seqlens, parts, N, T, slots, k_batch, heads, HV, group, members, shortest, fewest, most,
+    k_desc, r_desc, a_desc, cu_seqlens, parts, N, T, slots, k_batch, heads, members, shortest, fewest, most, HV, group,
     WIDTH: gl.constexpr, FINE: gl.constexpr,
 ):  # fmt: skip
     """``parts``, ``shortest``, ``fewest``, ``most``: those of prompts on a pool. Then only the chunks before a prompt's
@@ -127,14 +127,13 @@ def factor_chunks(
 
 def run_factor_chunks(c: Draft, rates: Layout, w: SegmentedScan | PromptParts) -> None:
     p, x = c.p, c.x
-    group, slots = p.HV // p.H, count_slots(p)
-    members = gcd(group, MEMBERS)
+    slots, members = count_slots(p), gcd(p.HV // p.H, MEMBERS)
     parts, cut, programs = None, (None,) * 3, slots
     if isinstance(w, PromptParts):
         parts, cut = w.listed, w.cut
         programs = min(slots, max(1, FACTOR_PROGRAMS * c.chip.processors * members // p.HV))
     arguments = (
         ragged(x.k, p.K), lines(rates), inverses(w.A), x.cu_seqlens, parts, p.N, p.T, slots, token_stride(x.k),
-        (x.k.stride(2),), p.HV, group, members, *cut,
+        (x.k.stride(2),), members, *cut,
     )  # fmt: skip
     launch_rule(c, factor_chunks, arguments, (programs, p.HV // members, 1), FACTOR, FINE=fine(p), follows=True)

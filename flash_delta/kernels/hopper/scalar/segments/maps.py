@@ -160,7 +160,7 @@ def store_parts(desc, S, row, so, WIDTH: gl.constexpr):
 @gluon.jit(do_not_specialize=["length", "N", "T", "k_batch", "v_batch", "group", "HV"])
 def find_maps(
     k_desc, v_desc, r_desc, a_desc, initial, B, Phi, rates, cu_seqlens, prompts, parts, length, N, T, k_batch,
-    v_batch, heads, group, HV, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, FINE: gl.constexpr,
+    v_batch, heads, HV, group, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, FINE: gl.constexpr,
     NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid (slots of segments * HV, 2). With ``prompts`` and ``parts`` (plans/prompt_list.py) it is (starts * HV, 2),
@@ -217,9 +217,8 @@ def find_maps(
 
 @triton.jit(do_not_specialize=["N", "T", "length", "HV"])
 def compose_maps(
-    B, Phi, starts, cu_seqlens, initial_state, N, T, length, HV, initial_strides,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
-    BACK: tl.constexpr, OVERLAP: tl.constexpr,
+    B, Phi, starts, cu_seqlens, initial_state, N, T, length, initial_strides, HV, K: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, BACK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Computes ``starts [slots, HV, V, K]`` from B [slots, HV, V, K] and Phi [slots, HV, 2, K, K]. Grid (V / BV, HV,
     N).
@@ -261,7 +260,7 @@ def apply_map(Phi, S, B, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["before", "HV"])
 def compose_starts(
-    handed, Phi, prompts, parts, pool, before, HV, pool_strides, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    handed, Phi, prompts, parts, pool, before, pool_strides, HV, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     MOST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Computes the starts of prompts in parts (plans/prompt_list.py), as `compose_maps` does for segments. They are
@@ -305,7 +304,7 @@ def run_find_starts(
     _find_maps(c, rates, w, given, (*lists, 0), w.starts, INITIAL=True)
     t = compose_tile(p, c.chip)
     pointers, grid = (tape.handed, w.Phi, *lists, states), (p.V // t.BV, p.HV, w.prompts)
-    numbers = tape.programs, p.HV, arguments.states(p, states)
+    numbers = tape.programs, arguments.states(p, states)
     arguments.launch_rule(c, compose_starts, pointers, grid, t, *numbers, MOST=MOST_PARTS, follows=True)
 
 
@@ -318,7 +317,7 @@ def _find_maps(
     p, x = c.p, c.x
     values = (
         ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), *given, squares(w.Phi), rates, x.cu_seqlens,
-        *listed, p.N, p.T, *strides(x.k, x.v), p.HV // p.H, p.HV,
+        *listed, p.N, p.T, *strides(x.k, x.v),
     )  # fmt: skip
     arguments.launch_rule(
         c, find_maps, values, (count * p.HV, 2, 1), BY_HAND, FINE=fine(p), follows=True, **own, **MAPS
@@ -341,7 +340,7 @@ def _compose(
 ) -> None:
     p, tile = c.p, compose_tile(c.p, c.chip)
     pointers, grid = (B, Phi, starts, c.x.cu_seqlens, initial), (p.V // tile.BV, p.HV, p.N)
-    scalars = p.N, p.T, length, p.HV, arguments.states(p, initial)
+    scalars = p.N, p.T, length, arguments.states(p, initial)
     arguments.launch_rule(
         c, compose_maps, pointers, grid, tile, *scalars, INITIAL=initial is not None, BACK=back, follows=True
     )
