@@ -396,7 +396,7 @@ class Kernel:
     OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")  # for a compiler
 
     def __init__(self, function, note=lambda constants: None):
-        self.function, self.note, self.arg_names = function, note, list(signature(function).parameters)
+        self.fn, self.note, self.arg_names = function, note, list(signature(function).parameters)
         KERNELS.append(self)
 
     def __getitem__(self, grid):
@@ -408,7 +408,7 @@ class Kernel:
         arguments = [self.convert(x) for x in arguments]
         for ids in product_of(*map(range, grid)):
             HERE.ids, HERE.barriers, HERE.roles = (*ids, *grid), [], False
-            self.function(*arguments, **constants)
+            self.fn(*arguments, **constants)
             ended = not any(hasattr(bar, "count") for bar in HERE.barriers)
             assert ended or not HERE.roles, "a program with roles ends all its barriers"
 

@@ -182,7 +182,7 @@ def test_pieces(on_cpu, falling):
     with products_in(torch.bfloat16):
         reference = KDA.op(**x, backend="torch")
     on_cpu("loop")
-    role = loop.channel_loop.function.__globals__["gate_role"].__globals__
+    role = loop.channel_loop.fn.__globals__["gate_role"].__globals__
     ends, store = [], role["store_piece"]
     role["store_piece"] = lambda *given: ends.append(store(*given)) or ends[-1]
     got = KDA.op(**x)

@@ -56,7 +56,7 @@ def on_cpu(monkeypatch):
     emulate(monkeypatch, (factor, "factor_chunks"), (maps, "find_maps"), (scan, "scan_segments"))
 
     def chosen(chunks, part=8):
-        monkeypatch.setitem(maps.find_maps.function.__globals__, "PART", part)
+        monkeypatch.setitem(maps.find_maps.fn.__globals__, "PART", part)
 
         def forward(p, x):
             choice = Scan(64 * chunks or None, None, taped=False)

@@ -337,12 +337,25 @@ KINDS = [
 ]
 
 
+EXCEPTED = {  # kernels that are slower with numbers of heads that are no constants (docs/notes)
+    "gdn forward hopper": {"rates"},
+    "gdn training hopper": {"rates"},
+    "gdn decode triton": {"decode"},
+    "kda decode triton": {"decode"},
+    "gdn prefill triton": {"decode", "scan"},
+    "kda prefill triton": {"decode", "scan"},
+    "gdn prefill hopper": {"decode", "rates"},
+    "kda prefill hopper": {"decode"},
+}
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *SERVED, "gdn prefill hopper", "kda prefill hopper"])
 def test_no_number_of_heads_compiles_anything(process, place, kind):
-    """If there are as many value heads per key head. (With few heads there may be other launches.)"""
+    """If there are as many value heads per key head, and except for `decode`, `rates`, and the scan on a pool. (With
+    few heads there may be other launches.)"""
     heads = ((6, 6), (5, 5)) if kind.startswith("kda") else ((8, 16), (5, 10))
     first, second = process.submit(forms_for, place, kind, heads).result()
-    assert {name for name, *_ in first ^ second} == ({"scan"} if "prefill triton" in kind else set())
+    assert {name for name, *_ in first ^ second} == EXCEPTED.get(kind, set())
 
 
 LONG = ((8, 1, 1000), (8, 2, 4224), (8, 12, 250), (64, 1, 8192), (64, 2, 8192))

@@ -13,7 +13,8 @@ from flash_delta.problem import SHORT, Inputs, Problem, Slots
 
 LONG = 2**30  # in tokens, more than any sequence has
 # Numbers that kernels take between their other numbers and their constants. So no number of heads compiles kernels, and
-# only their ratio may, which is GROUP as a constant, and ``group`` where it may be a number, too.
+# only their ratio may, which is GROUP as a constant, and ``group`` where it may be a number, too. The few kernels that
+# are slower with numbers name them as constants.
 HEADS = "H", "HV", "group"
 PER_TOKEN = ["g_token", "g_head", "beta_token", "beta_head"]  # strides of single numbers, whose alignment never matters
 
@@ -46,7 +47,8 @@ def launch_rule(
     this launch."""
     arguments, constants = (*pointers, *scalars), {"BV": columns(c.p, t), **c.constants, **own}
     used = {name: constants[name] for name in kernel.arg_names[len(arguments) :] if name in constants}
-    arguments += tuple([used.pop(name) for name in [*used] if name in HEADS])
+    constant = kernel.fn.__annotations__
+    arguments += tuple([used.pop(name) for name in [*used] if name in HEADS and name not in constant])
     c.steps.append(Step(kernel, grid, t, arguments, used, follows and constants["OVERLAP"], contracts))
 
 

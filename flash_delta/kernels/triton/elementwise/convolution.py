@@ -51,9 +51,9 @@ def load_state(state, strides, n, d, i, mask):
 
 
 @triton.jit
-def load_input(x, strides, place, state, state_strides, n, t, start, d, mask, W: tl.constexpr):
+def load_input(x, stride, place, state, state_strides, n, t, start, d, mask, W: tl.constexpr):
     """Token t of a sequence's row, in float32. Before the first token it comes from the state, or is 0."""
-    value = tl.load(x + t.to(tl.int64) * strides[1] + place, mask=mask & (t >= start), other=0.0).to(tl.float32)
+    value = tl.load(x + t.to(tl.int64) * stride + place, mask=mask & (t >= start), other=0.0).to(tl.float32)
     if state is not None:
         i = W + t - start
         value += load_state(state, state_strides, n, d, i, mask & (t < start) & (i >= 0))
@@ -101,28 +101,33 @@ def tensors_of_part(part, q, k, v):
 @triton.jit
 def place_of(d, part, strides, HEADS: tl.constexpr):
     """Where channels lie in a token of [B, T, H, K]. HEADS: K of q and k, and that of v; None where heads adjoin."""
-    of_q = d if HEADS[0] is None else d // HEADS[0] * strides[2] + d % HEADS[0]
-    of_v = d if HEADS[1] is None else d // HEADS[1] * strides[2] + d % HEADS[1]
+    of_q = d if HEADS[0] is None else d // HEADS[0] * strides[1] + d % HEADS[0]
+    of_v = d if HEADS[1] is None else d // HEADS[1] * strides[1] + d % HEADS[1]
     return tl.where(part == 2, of_v, of_q)
 
 
-@triton.jit(do_not_specialize=["N", "T", "BT"])
+OF_X = ["x_batch", "k_batch", "v_batch"]  # they depend on T, and no length may compile
+
+
+@triton.jit(do_not_specialize=["N", "T", "BT", *OF_X])
 def convolve(
-    x, weight, bias, initial_state, cu_seqlens, y, final_state, others, N, T, BT, x_strides, other_strides,
-    state_strides, D, DQ, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
-    HEADS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
+    x, weight, bias, initial_state, cu_seqlens, y, final_state, others, N, T, BT, x_batch, k_batch, v_batch, x_strides,
+    other_strides, state_strides, D, DQ, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr,
+    UNITS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """y and final_state are contiguous: [B, T, D] and [N, D, W]. x may be q. Then ``others`` has k and v, in one tuple
-    with their weights and outputs, and there are no states."""
+    with their weights and outputs, and there are no states. Strides of x are (token, head), and ``x_batch`` counts
+    UNITS[0] numbers, from which the compiler knows that loads are aligned."""
     slot, part, width, d = find_channels(D, DQ, BD)
     if others is not None:
         x, weight, y = tensors_of_part(part, (x, weight, y), others[:3], others[3:])
-        x_strides = tensors_of_part(part, x_strides, other_strides[:3], other_strides[3:])
+        x_batch = of_part(part, x_batch, k_batch, v_batch)
+        x_strides = tensors_of_part(part, x_strides, other_strides[:2], other_strides[2:])
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
     token, inside, live = start + number * BT, d < width, n < N
     known = inside & live  # tokens after the last sequence may have any value
     before = known & (token <= stop)  # a slot may have no tokens; its first token then lies far beyond stop
-    x += row.to(tl.int64) * x_strides[0]
+    x += row.to(tl.int64) * x_batch * UNITS[0]
     y += row.to(tl.int64) * T * width
     taps, base, place = load_taps(weight, d, inside, W), None, place_of(d, part, x_strides, HEADS)
     if bias is not None:
@@ -130,9 +135,9 @@ def convolve(
     window = []
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
-        window += [load_input(x, x_strides, place, initial_state, state_strides, n, t, start, d, before, W)]
+        window += [load_input(x, x_strides[0], place, initial_state, state_strides, n, t, start, d, before, W)]
     for t in range(token, tl.minimum(token + BT, stop), G):
-        window += load_group(x, x_strides[1], t, stop, place, known, G)
+        window += load_group(x, x_strides[0], t, stop, place, known, G)
         at = y + tl.cast(t, tl.int64) * width + d
         for j in tl.static_range(G):
             z = dot(taps, window[j : j + W], base, W)
@@ -145,16 +150,20 @@ def convolve(
     if final_state is not None and ((number == 0) & live):
         for w in tl.static_range(W):
             t = stop - W + w
-            last = load_input(x, x_strides, place, initial_state, state_strides, n, t, start, d, inside, W)
+            last = load_input(x, x_strides[0], place, initial_state, state_strides, n, t, start, d, inside, W)
             at = final_state + (n.to(tl.int64) * D + d) * W + w
             tl.store(at, last.to(final_state.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["N", "T", "BT"])
+OF_GRADIENTS = ["dy_batch", "dx_batch", "dk_batch", "to_k_batch", "dv_batch", "to_v_batch"]
+
+
+@triton.jit(do_not_specialize=["N", "T", "BT", *OF_X, *OF_GRADIENTS])
 def convolve_backward(
-    x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dinitial, others, parts, N, T, BT, x_strides,
-    dy_strides, dx_strides, other_strides, state_strides, dfinal_strides, D, DQ, W: tl.constexpr, BD: tl.constexpr,
-    G: tl.constexpr, HEADS: tl.constexpr, DX_HEADS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
+    x, weight, bias, initial_state, cu_seqlens, dy, dfinal, dx, dinitial, others, parts, N, T, BT, x_batch, dy_batch,
+    dx_batch, k_batch, dk_batch, to_k_batch, v_batch, dv_batch, to_v_batch, x_strides, dy_strides, dx_strides,
+    other_strides, state_strides, dfinal_strides, D, DQ, W: tl.constexpr, BD: tl.constexpr, G: tl.constexpr,
+    HEADS: tl.constexpr, DX_HEADS: tl.constexpr, UNITS: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """dinitial is contiguous. ``parts`` are those of dweight, [slots, W, D], or None if nobody wants it; with a bias
     there is one more row, for dbias. ``others`` as in `convolve`, with the gradients of k's and v's outputs and their
@@ -164,16 +173,19 @@ def convolve_backward(
     if others is not None:
         channel += part * DQ
         x, weight, dy, dx = tensors_of_part(part, (x, weight, dy, dx), others[:4], others[4:])
+        x_batch, dy_batch, dx_batch = tensors_of_part(
+            part, (x_batch, dy_batch, dx_batch), (k_batch, dk_batch, to_k_batch), (v_batch, dv_batch, to_v_batch)
+        )
         q_strides = x_strides + dy_strides + dx_strides
-        all_strides = tensors_of_part(part, q_strides, other_strides[:9], other_strides[9:])
-        x_strides, dy_strides, dx_strides = all_strides[:3], all_strides[3:6], all_strides[6:]
+        all_strides = tensors_of_part(part, q_strides, other_strides[:6], other_strides[6:])
+        x_strides, dy_strides, dx_strides = all_strides[:2], all_strides[2:4], all_strides[4:]
     n, row, start, stop, number = find_slot(slot, cu_seqlens, N, T, BT, PACKED)
     token, inside, live = start + number * BT, d < width, n < N
     known, end = inside & live, tl.minimum(token + BT, stop)
     before = known & (token <= stop)
-    x += row.to(tl.int64) * x_strides[0]
-    dy += row.to(tl.int64) * dy_strides[0]
-    dx += row.to(tl.int64) * dx_strides[0]
+    x += row.to(tl.int64) * x_batch * UNITS[0]
+    dy += row.to(tl.int64) * dy_batch * UNITS[1]
+    dx += row.to(tl.int64) * dx_batch * UNITS[2]
     taps, base = load_taps(weight, d, inside, W), None
     place, dx_place = place_of(d, part, x_strides, HEADS), place_of(d, part, dx_strides, DX_HEADS)
     if bias is not None:
@@ -181,16 +193,16 @@ def convolve_backward(
     window, dz, dtaps, dbase = [], [], [], tl.zeros([BD], tl.float32)
     for w in tl.static_range(W - 1):
         t = token - (W - 1) + w
-        window += [load_input(x, x_strides, place, initial_state, state_strides, n, t, start, d, before, W)]
+        window += [load_input(x, x_strides[0], place, initial_state, state_strides, n, t, start, d, before, W)]
         dz += [tl.zeros([BD], tl.float32)]
     for _ in tl.static_range(W):
         dtaps += [tl.zeros([BD], tl.float32)]
     steps = tl.where((token < stop) | (number == 0), end - token + W - 1, 0)  # there may be no chunk
     for i in range(0, steps, G):
         t = token + i
-        window = window + load_group(x, x_strides[1], t, stop, place, known, G)
-        group = load_group(dy, dy_strides[1], t, stop, d, known, G)
-        back = dx + (t - (W - 1)).to(tl.int64) * dx_strides[1] + dx_place
+        window = window + load_group(x, x_strides[0], t, stop, place, known, G)
+        group = load_group(dy, dy_strides[0], t, stop, d, known, G)
+        back = dx + (t - (W - 1)).to(tl.int64) * dx_strides[0] + dx_place
         for j in tl.static_range(G):
             new, p = group[j], t + j - (W - 1)
             if SILU:
@@ -210,7 +222,7 @@ def convolve_backward(
                 last = p - (stop - W)
                 dinput += load_state(dfinal, dfinal_strides, n, d, last, known & (last >= 0) & (last < W))
             dinput = dinput.to(dx.dtype.element_ty)
-            tl.store(back + j * dx_strides[1], dinput, mask=inside & (p >= token) & (p < end))
+            tl.store(back + j * dx_strides[0], dinput, mask=inside & (p >= token) & (p < end))
             if dinitial is not None:
                 at = dinitial + (n.to(tl.int64) * D + d) * W + W + p - start
                 tl.store(at, dinput.to(dinitial.dtype.element_ty), mask=known & (p < start) & (number == 0))

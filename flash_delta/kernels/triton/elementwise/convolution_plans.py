@@ -1,6 +1,6 @@
 """Plans of convolutions: forward and backward, of one tensor or of q, k and v together, and for one token."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ def plan_convolve(p: ConvolutionProblem, chip: Chip, x: Convolved) -> Plan:
         return Plan((), tuple(made), (y, final))
     of_x = _unit(made, x.x)
     pointers = of_x, *_parameters(made, x), y, final, None
-    step = _along(p, chip, convolve, x.x.dtype, pointers, (of_x.strides, (), strides(x.initial_state)), (ADJOINING,))
+    step = _along(p, chip, convolve, x.x.dtype, pointers, ([of_x],), (strides(x.initial_state),), (ADJOINING,))
     return Plan((step,), tuple(made), (y, final))
 
 
@@ -75,8 +75,10 @@ def plan_convolve_backward(p: ConvolutionProblem, chip: Chip, x: Convolved, afte
     shape = count_pieces(p, cut_of("convolve_backward", p, chip, x.x.dtype).BT), rows, p.D
     parts = made.new("parts", shape, torch.float32)
     pointers = of_x, *_parameters(made, x), dy, after.dfinal, dx, dinitial, None, parts
-    all_strides = of_x.strides, dy.strides, dx.strides, (), strides(x.initial_state), strides(after.dfinal)
-    step = _along(p, chip, convolve_backward, x.x.dtype, pointers, all_strides, (ADJOINING, ADJOINING))
+    of_states = strides(x.initial_state), strides(after.dfinal)
+    step = _along(
+        p, chip, convolve_backward, x.x.dtype, pointers, ([of_x, dy, dx],), of_states, (ADJOINING, ADJOINING)
+    )
     return Plan((step, sum_parts(parts, dweight, dbias)), tuple(made), results)
 
 
@@ -88,9 +90,8 @@ def plan_convolve_heads(p: ConvolutionProblem, chip: Chip, x: ConvolvedHeads) ->
         return Plan((), tuple(made), tuple(y))
     (q, k, v), weights, bounds = _of_heads(made, x)
     pointers = q, weights[0], None, None, bounds, y[0], None, (k, weights[1], y[1], v, weights[2], y[2])
-    of_q, of_k, of_v = (t.strides[:3] for t in (q, k, v))
-    all_strides = of_q, (*of_k, *of_v), NO_STRIDES
-    step = _along(p, chip, convolve, x.q.dtype, pointers, all_strides, (pitched((q, k, v)),))
+    heads = (pitched((q, k, v)),)
+    step = _along(p, chip, convolve, x.q.dtype, pointers, ([q], [k], [v]), (NO_STRIDES,), heads)
     return Plan((step,), tuple(made), tuple(y))
 
 
@@ -108,10 +109,8 @@ def plan_convolve_heads_backward(
     parts = made.new("parts", shape, torch.float32) if weights else None
     others = k, taps[1], d.dk, to.to_k, v, taps[2], d.dv, to.to_v
     pointers = q, taps[0], None, None, bounds, d.dq, None, to.to_q, None, others, parts
-    of_q, of_k, of_v = ([t.strides[:3] for t in part] for part in zip((q, k, v), d, to, strict=True))
-    all_strides = *of_q, tuple(chain(*of_k, *of_v)), NO_STRIDES, NO_STRIDES
-    heads = pitched((q, k, v)), pitched(to)
-    steps = [_along(p, chip, convolve_backward, x.q.dtype, pointers, all_strides, heads)]
+    tensors, heads = tuple(zip((q, k, v), d, to, strict=True)), (pitched((q, k, v)), pitched(to))
+    steps = [_along(p, chip, convolve_backward, x.q.dtype, pointers, tensors, (NO_STRIDES, NO_STRIDES), heads)]
     if weights:
         steps += [sum_parts(parts, dweight)]
     return Plan(tuple(steps), tuple(made), (dweight,))
@@ -135,6 +134,12 @@ def plan_convolve_token(p: ConvolutionProblem, chip: Chip, x: Convolved) -> Plan
 
 def strides(t: Layout | None) -> tuple[int, ...]:
     return NO_STRIDES if t is None else t.stride()[:3]
+
+
+def unit_of(tensors: Iterable[Layout]) -> int:
+    """In how many numbers strides between rows of a batch are counted: 16 if all strides of rows and tokens allow it,
+    else 1. Rows without gaps have the same unit for all T."""
+    return 1 if any(stride % 16 for t in tensors for stride in t.strides[:2]) else 16
 
 
 def pitched(tensors: Sequence[Layout]) -> tuple[int | None, int | None]:
@@ -161,13 +166,20 @@ def _of_heads(made: Making, x: ConvolvedHeads) -> tuple[list[Layout], list[Layou
 
 def _along(
     p: ConvolutionProblem, chip: Chip, kernel: Any, dtype: torch.dtype, pointers: tuple[Any, ...],
-    all_strides: tuple[tuple[int, ...], ...], heads: tuple[tuple[int | None, ...], ...],
+    tensors: tuple[Sequence[Layout], ...], of_states: tuple[tuple[int, ...], ...],
+    heads: tuple[tuple[int | None, ...], ...],
 ) -> Step:  # fmt: skip
-    """The launch of programs along the tokens. ``heads``: for x, and for its gradient, the widths of `pitched`."""
+    """The launch of programs along the tokens. ``tensors``: x, and in a backward pass dy and dx; those of k and v, if
+    there are any. ``of_states``: strides. ``heads``: for x, and for its gradient, the widths of `pitched`."""
     w = cut_of(kernel.__name__, p, chip, dtype)
     constants = {"W": p.W, "BD": w.BD, "G": w.G}
+    units = tuple(map(unit_of, zip(*tensors, strict=True)))
     constants |= dict(zip(("HEADS", "DX_HEADS"), heads, strict=False))
-    constants |= {"PACKED": p.packed, "SILU": p.activation is not None}
+    constants |= {"UNITS": units, "PACKED": p.packed, "SILU": p.activation is not None}
     blocks = -(-p.D // w.BD) if not p.DQ else 2 * -(-p.DQ // w.BD) + -(-(p.D - 2 * p.DQ) // w.BD)
     grid = count_pieces(p, w.BT) * blocks, 1, 1
-    return Step(kernel, grid, Tile(w.warps, 1), (*pointers, p.N, p.T, w.BT, *all_strides, p.D, p.DQ or None), constants)
+    absent = (None,) * (3 - len(tensors)) * len(units)
+    batches = [t.strides[0] // unit for part in tensors for t, unit in zip(part, units, strict=True)]
+    of_q, *of_others = ([t.strides[1:3] for t in part] for part in tensors)
+    numbers = p.N, p.T, w.BT, *batches, *absent, *of_q, tuple(chain(*chain(*of_others))), *of_states, p.D, p.DQ or None
+    return Step(kernel, grid, Tile(w.warps, 1), (*pointers, *numbers), constants)

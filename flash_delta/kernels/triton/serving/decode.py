@@ -273,10 +273,11 @@ def unit(row: int, token: int, one: bool) -> int:
     return gcd(row, 0 if one else token, 16)
 
 
-def counted(t: Layout | Layout | None, one: bool) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Strides of (row, token) in units, and of (unit, head, channel)."""
+def counted(t: Layout | Layout | None, one: bool, singly: bool = False) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Strides of (row, token) in units, and of (unit, head, channel). ``singly``: tensors without channels are counted
+    in single numbers, since their unit would change with the number of heads."""
     if t is None:
         return (0, 0), (0, 0, 0)
     row, token, *others = t.stride()
-    size = unit(row, token, one)
+    size = 1 if singly and len(others) < 2 else unit(row, token, one)
     return (row // size, token // size), (size, *others)

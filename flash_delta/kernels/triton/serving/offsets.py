@@ -43,7 +43,8 @@ def scan_to_offset(
     STRIDES: tl.constexpr, SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr,
     HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """BEFORE: the other kernels have not run yet. For strides and units see `decode`."""
+    """BEFORE: the other kernels have not run yet. For strides and units see `decode`; those of single numbers have
+    64 bits."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     program, slots = tl.program_id(0), (slots, null_slot)
     w, hv, n = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
@@ -69,7 +70,8 @@ def scan_to_offset(
         rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
         row = n * 0
         ks, vs = (k, k_strides, row, k_token), (v, v_strides, row, v_token)
-        gs, betas = (g, g_strides, row, g_token), (beta, beta_strides, row, beta_token)
+        gs = (g, g_strides, row, g_token if CHANNEL else g_token.to(tl.int64))
+        betas = (beta, beta_strides, row, beta_token.to(tl.int64))
         K_EVEN: tl.constexpr = K == BK
         V_EVEN: tl.constexpr = V % BV == 0
         # Keys are passed as queries, since no output is needed. Each token is loaded one token ahead.
@@ -91,7 +93,7 @@ def run_scan_to_offset(c: Draft, s: Slots, *, before: bool) -> None:
     p, x = c.p, c.x
     indices = (s.read_indices, s.write_indices, s.has_initial_state, s.checkpoint_indices, s.checkpoint_offsets)
     pointers = (x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, s.state_pool, *indices, x.cu_seqlens)
-    per_token = [counted(t, False) for t in (x.k, x.v, x.g, x.beta)]
+    per_token = [counted(t, False, singly=True) for t in (x.k, x.v, x.g, x.beta)]
     slot, *inner = states(p, s.state_pool)
     for t in decode_tiles(p, c.chip, c.every):
         launch_rule(
