@@ -189,13 +189,13 @@ def test_triton_launches_if_c_cannot_be_compiled(process, place):
     assert not direct
 
 
-def keys_of(model, lengths=None, processors=132):
+def keys_of(model, tokens=None, processors=132):
     """The keys of a model's kernels."""
     from flash_delta.compiler import packing
     from flash_delta.packs import models
 
     with (
-        patch.object(models, "LENGTHS", lengths or models.LENGTHS),
+        patch.object(models, "TOKENS", tokens or models.TOKENS),
         patch.dict(packing.GPUS, sm_90a=processors),
         packing.recorded("sm_90a") as steps,
     ):
@@ -214,8 +214,8 @@ MODELS = (
 def test_no_call_of_a_model_misses(process, model):
     """A pack has the kernels of other lengths, and of chips with other numbers of multiprocessors."""
     pack = process.submit(keys_of, model).result()
-    for lengths, processors in (((33, 200), 114), ((1000,), 78)):
-        found = process.submit(keys_of, model, lengths, processors).result()
+    for tokens, processors in ((33, 114), (64, 132), (1000, 78)):
+        found = process.submit(keys_of, model, tokens, processors).result()
         assert found <= pack, f"{len(found - pack)} of {len(found)} are missing"
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import product
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from flash_delta.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, Mixe
 from flash_delta.ops.serving import Convolution
 from flash_delta.ops.serving.warmup import compile_call
 
-HIDDEN, TAPS, DRAFTS, EPS, LENGTHS = 64, 4, 3, 1e-6, (69, 64)  # some kernels are for strides that are multiples of 16
+HIDDEN, TAPS, DRAFTS, EPS, TOKENS = 64, 4, 3, 1e-6, 69  # no length compiles kernels
 
 
 class Model(NamedTuple):
@@ -52,32 +51,32 @@ Calls = Iterator[Callable[[], Any]]
 def calls_of_model(name: str, parts: tuple[int, ...]) -> Calls:
     """The calls of a model whose heads are divided among so many GPUs."""
     model = MODELS[name]
-    for (H, HV), tokens in product(model.heads, LENGTHS):
+    for H, HV in model.heads:
         for part in parts:
-            yield from _calls(model, H // part, HV // part, tokens)
+            yield from _calls(model, H // part, HV // part)
         if 1 in parts and model.family is not None and find_spec("transformers"):
-            yield from _calls_in_transformers(model, H, HV, tokens)
+            yield from _calls_in_transformers(model, H, HV)
 
 
-def _calls(model: Model, H: int, HV: int, tokens: int) -> Calls:
-    yield from _calls_of_op(model, H, HV, tokens)
+def _calls(model: Model, H: int, HV: int) -> Calls:
+    yield from _calls_of_op(model, H, HV)
     for dtype in (torch.bfloat16, torch.float32):  # of weights; under autocast they stay float32
-        yield from _calls_of_layer(_layer(model, H, HV), dtype, tokens)
+        yield from _calls_of_layer(_layer(model, H, HV), dtype)
     if model.served:
         for dtype in (torch.float32, torch.bfloat16):  # of states
-            yield partial(_call_vllm, model, H, HV, dtype, tokens)
-            yield partial(_call_sglang, model, H, HV, dtype, tokens)
+            yield partial(_call_vllm, model, H, HV, dtype)
+            yield partial(_call_sglang, model, H, HV, dtype)
 
 
-def _calls_of_op(model: Model, H: int, HV: int, tokens: int) -> Calls:
+def _calls_of_op(model: Model, H: int, HV: int) -> Calls:
     """The op with tensors of its own, as in other people's layers: log decays in float32, or raw gates."""
     op = getattr(flash_delta, f"chunk_{model.rule}")
     sizes = {"q": (H, model.K), "k": (H, model.K), "v": (HV, model.V), "beta": (HV,)}
-    x = {name: torch.zeros(2, tokens, *size, dtype=torch.bfloat16) for name, size in sizes.items()}
+    x = {name: torch.zeros(2, TOKENS, *size, dtype=torch.bfloat16) for name, size in sizes.items()}
     channels = (model.K,) if model.rule == "kda" else ()
     vectors = {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(HV, *channels).flatten()}
     if model.rule != "delta_rule":
-        x |= {"g": torch.zeros(2, tokens, HV, *channels)}
+        x |= {"g": torch.zeros(2, TOKENS, HV, *channels)}
 
     def call(x: dict[str, Tensor], **options: Any) -> None:
         options |= {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
@@ -100,8 +99,8 @@ def _calls_of_op(model: Model, H: int, HV: int, tokens: int) -> Calls:
 
 
 def _in_a_row(x: Tensor) -> Tensor:
-    """Two sequences as one row, with an odd number of tokens if theirs are no multiple of 16."""
-    return x.flatten(0, 1)[None, : 2 * x.shape[1] - (x.shape[1] % 16 > 0)]
+    """Two sequences as one row."""
+    return x.flatten(0, 1)[None]
 
 
 def _bounds(row: Tensor) -> Tensor:
@@ -118,13 +117,13 @@ def _layer(model: Model, H: int, HV: int) -> nn.Module:
     return DeltaNet(hidden_size=H * model.K, num_heads=H)
 
 
-def _calls_of_layer(layer: nn.Module, weights: torch.dtype, tokens: int) -> Calls:
+def _calls_of_layer(layer: nn.Module, weights: torch.dtype) -> Calls:
     """A training step, a prompt and the token after it; batched and packed."""
     layer = layer.bfloat16()
     for name, module in layer.named_modules():
         if name.endswith(("conv1d", "norm")):
             module.to(weights)
-    x = torch.zeros(2, tokens, layer.hidden_size, dtype=torch.bfloat16)
+    x = torch.zeros(2, TOKENS, layer.hidden_size, dtype=torch.bfloat16)
     row = _in_a_row(x)
     yield lambda: layer(x).sum().backward()
     yield lambda: layer(row, cu_seqlens=_bounds(row)).sum().backward()
@@ -143,7 +142,7 @@ def _generate(layer: nn.Module, x: Tensor, **packing: Tensor) -> None:
     layer.train()
 
 
-def _calls_in_transformers(model: Model, H: int, HV: int, tokens: int) -> Calls:
+def _calls_in_transformers(model: Model, H: int, HV: int) -> Calls:
     """Yields the same calls of transformers' own layer under `enable`."""
     from transformers import AutoConfig, DynamicCache
 
@@ -161,7 +160,7 @@ def _calls_in_transformers(model: Model, H: int, HV: int, tokens: int) -> Calls:
     modelling = import_module(f"transformers.models.{model.family}.modeling_{model.family}")
     (of_family,) = [c for name, c in vars(modelling).items() if name.endswith(("GatedDeltaNet", "DeltaAttention"))]
     layer = of_family(config, 0).bfloat16()
-    x = torch.zeros(2, tokens, HIDDEN, dtype=torch.bfloat16)
+    x = torch.zeros(2, TOKENS, HIDDEN, dtype=torch.bfloat16)
     row = _in_a_row(x)
     numbers = (torch.arange(row.shape[1]) >= row.shape[1] // 2).int()[None]
     packing = {"cu_seq_lens_q": _bounds(row), "seq_idx": numbers}
@@ -182,10 +181,10 @@ def _calls_in_transformers(model: Model, H: int, HV: int, tokens: int) -> Calls:
     yield from (partial(generate, x), partial(generate, x[:1]), partial(generate, row, **packing))
 
 
-def _call_vllm(model: Model, H: int, HV: int, states: torch.dtype, count: int) -> None:
+def _call_vllm(model: Model, H: int, HV: int, states: torch.dtype) -> None:
     """What the plugin for vLLM calls for rows, drafts and prompts. With drafts a block has more inputs."""
     D, gates = 2 * H * model.K + HV * model.V, (HV, model.K) if model.rule == "kda" else (HV,)
-    tokens = _tokens_of(model, H, HV, torch.zeros(count, D, dtype=torch.bfloat16), gates)
+    tokens = _tokens_of(model, H, HV, torch.zeros(TOKENS, D, dtype=torch.bfloat16), gates)
     for drafts in (0, DRAFTS):
         shapes, dtypes = ((TAPS - 1 + drafts, D), (HV, model.V, model.K)), (torch.bfloat16, states)
         module = SimpleNamespace(
@@ -222,15 +221,15 @@ def _tokens_of(model: Model, H: int, HV: int, mixed: Tensor, gates: tuple[int, .
     return Tokens(q.unflatten(1, (H, K)), k.unflatten(1, (H, K)), v.unflatten(1, (HV, V)), g, beta, gate, out)
 
 
-def _call_sglang(model: Model, H: int, HV: int, states: torch.dtype, count: int) -> None:
+def _call_sglang(model: Model, H: int, HV: int, states: torch.dtype) -> None:
     """What the plugin for SGLang calls: rows whose q, k and v are in one tensor or not, drafts, and prompts."""
     gates = (HV, model.K) if model.rule == "kda" else (HV,)
-    mixed = torch.zeros(count, 2 * H * model.K + HV * model.V, dtype=torch.bfloat16)
+    mixed = torch.zeros(TOKENS, 2 * H * model.K + HV * model.V, dtype=torch.bfloat16)
     x = _tokens_of(model, H, HV, mixed, gates).each(lambda t: t[None])
-    pool, rows = torch.zeros(2, HV, model.V, model.K, dtype=states), torch.zeros(count, dtype=torch.int32)
+    pool, rows = torch.zeros(2, HV, model.V, model.K, dtype=states), torch.zeros(TOKENS, dtype=torch.int32)
     vectors = {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(gates).flatten()}
     own = vectors | {"ssm_states": pool, "cache_indices": rows}
-    few = own | {"cache_indices": rows[:2], "query_start_loc": torch.tensor([0, DRAFTS, count], dtype=torch.int32)}
+    few = own | {"cache_indices": rows[:2], "query_start_loc": torch.tensor([0, DRAFTS, TOKENS], dtype=torch.int32)}
     a, b = x.g[0].flatten(1), x.beta[0]
     drafts = {
         "intermediate_states_buffer": torch.zeros(2, DRAFTS, HV, model.V, model.K, dtype=states),
