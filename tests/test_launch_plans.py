@@ -358,4 +358,20 @@ def test_no_number_of_heads_compiles_anything(process, place, kind):
     assert {name for name, *_ in first ^ second} == EXCEPTED.get(kind, set())
 
 
+def convolved(place, lengths):
+    """How often training steps of a convolution compile something, whose rows are 100 numbers apart."""
+    from flash_delta.modules import causal_conv1d
+
+    weight = torch.zeros(96, 4, dtype=torch.bfloat16, requires_grad=True)
+    with watched(place) as (_, compiled):
+        for T in lengths:
+            x = torch.zeros(2, T, 100, dtype=torch.bfloat16, requires_grad=True)
+            causal_conv1d(x[..., :96], weight)[0].sum().backward()
+    return len(compiled)
+
+
+def test_no_batch_stride_of_a_convolution_compiles_anything(process, place):
+    assert process.submit(convolved, place, (33, 16, 64)).result() == 2, "one for each direction"
+
+
 LONG = ((8, 1, 1000), (8, 2, 4224), (8, 12, 250), (64, 1, 8192), (64, 2, 8192))

@@ -20,8 +20,8 @@ class Problem(NamedTuple):
     op: Schema[str]  # the public function that was called; error messages name it
     B: int
     T: int
-    H: int
-    HV: int
+    H: Compiled[int]
+    HV: Compiled[int]
     K: Compiled[int]
     V: Compiled[int]
     N: int

@@ -60,8 +60,7 @@ def _facts(p: Problem | ElementwiseProblem) -> dict[str, Any]:
     if isinstance(p, Problem) and p.pools is not None:
         found |= {name: getattr(p.pools, name) for name in marked(Pools, Compiled)}
     if isinstance(p, Problem):
-        found |= {"HV / H": p.HV // p.H, "reflects": p.most_beta > 1, "needs_grad": p.needs_grad}
-        found |= {"disable_recompute": p.disable_recompute}
+        found |= {"reflects": p.most_beta > 1, "needs_grad": p.needs_grad, "disable_recompute": p.disable_recompute}
     return found
 
 

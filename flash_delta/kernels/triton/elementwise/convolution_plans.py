@@ -76,9 +76,7 @@ def plan_convolve_backward(p: ConvolutionProblem, chip: Chip, x: Convolved, afte
     parts = made.new("parts", shape, torch.float32)
     pointers = of_x, *_parameters(made, x), dy, after.dfinal, dx, dinitial, None, parts
     of_states = strides(x.initial_state), strides(after.dfinal)
-    step = _along(
-        p, chip, convolve_backward, x.x.dtype, pointers, ([of_x, dy, dx],), of_states, (ADJOINING, ADJOINING)
-    )
+    step = _along(p, chip, convolve_backward, x.x.dtype, pointers, ([of_x, dy, dx],), of_states, (ADJOINING, ADJOINING))
     return Plan((step, sum_parts(parts, dweight, dbias)), tuple(made), results)
 
 
