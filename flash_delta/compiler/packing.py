@@ -3,6 +3,7 @@
 Calls run on a pretended GPU, which notes what they would compile. Triton compiles it for the target then.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import sysconfig
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -31,6 +33,7 @@ from flash_delta.kernels.runtime.plan import Layout, Step
 from flash_delta.ops import _known_calls
 
 # Multiprocessors of a usual GPU of each target. Another number changes plans, and no kernel (tested for sm_90a).
+BESIDE = 16  # kernels in a file of a pack
 GPUS = {"sm_80": 108, "sm_89": 142, "sm_90a": 132, "sm_100": 148, "sm_120": 188}
 
 
@@ -82,13 +85,26 @@ def compile_for(target: str, steps: dict[str, Step]) -> dict[str, Any]:
 
 
 def write_pack(folder: Path, target: str, label: str, compiled: dict[str, Any]) -> Path:
-    """Writes a pack of kernels that Triton has compiled."""
-    path = folder / pack.file_name(target.removesuffix("a"), f"-{label}")
-    kernels = {key: pack.row_of(cuda_driver.facts_of(kernel), kernel.kernel) for key, kernel in compiled.items()}
+    """Writes a pack of kernels that Triton has compiled.
+
+    Code compresses to half the size beside code of the same function, and a process unpacks all of a file to get one
+    kernel. So a file has up to `BESIDE` kernels of a function, those of similar size.
+    """
+    path, files, places = folder / pack.file_name(target.removesuffix("a"), f"-{label}"), [], {}
+    facts = {key: cuda_driver.facts_of(kernel) for key, kernel in compiled.items()}
+    codes = sorted({(facts[key].name, len(kernel.kernel), kernel.kernel) for key, kernel in compiled.items()})
+    for _, of_function in groupby(codes, key=lambda code: code[0]):
+        group = list(of_function)
+        for first in range(0, len(group), BESIDE):
+            files.append(b"")
+            for _, size, code in group[first : first + BESIDE]:
+                places[code] = str(len(files)), len(files[-1]), size, hashlib.sha256(code).hexdigest()
+                files[-1] += code
+    kernels = {key: pack.row_of(facts[key], places[kernel.kernel]) for key, kernel in compiled.items()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
         file.writestr("pack.json", json.dumps({"identity": pack.identity(), "kernels": kernels}))
-        for name, code in {kernels[key][-1]: kernel.kernel for key, kernel in compiled.items()}.items():
-            file.writestr(name, code)
+        for number, contents in enumerate(files, 1):
+            file.writestr(str(number), contents)
     return path
 
 

@@ -24,7 +24,7 @@ from flash_delta.kernels.runtime.fastcall.built import folders
 from flash_delta.kernels.runtime.plan import Descriptor, Step
 from flash_delta.problem import PACKAGE
 
-FORMAT = 1
+FORMAT = 2
 HARMLESS = {"TRITON_DISABLE_LINE_INFO"}  # a setting that changes no instruction
 log = logging.getLogger(PACKAGE)
 
@@ -53,10 +53,10 @@ class Pack:
 
     def load(self, key: str) -> Kernel | None:
         """A kernel, loaded on the current device; None if its code is damaged or the driver refuses it."""
-        *facts, letters, tiles, name_of_code = self.kernels[key]
+        *facts, letters, tiles, (file, start, size, digest) = self.kernels[key]
         try:
-            code = self.file.read(name_of_code)
-            if hashlib.sha256(code).hexdigest() != name_of_code:
+            code = self.file.read(file)[start : start + size]
+            if hashlib.sha256(code).hexdigest() != digest:
                 raise ValueError("its code is another")
         except Exception as error:  # whatever a damaged file causes
             self.refuse(f"{facts[0]} is damaged ({type(error).__name__}: {error})")
@@ -69,10 +69,10 @@ class Pack:
             return None
 
 
-def row_of(kernel: Kernel, code: bytes) -> list[Any]:
-    """What a pack says about a kernel."""
+def row_of(kernel: Kernel, place: tuple[str, int, int, str]) -> list[Any]:
+    """What a pack says about a kernel. ``place``: a file in it, where the code begins there, its size and hash."""
     *facts, letters, tiles = kernel
-    return [*facts, letters.decode(), tiles.hex(), hashlib.sha256(code).hexdigest()]
+    return [*facts, letters.decode(), tiles.hex(), place]
 
 
 @cache
