@@ -3,13 +3,13 @@
 from itertools import pairwise
 
 import torch
-from serving_truth import KINDS, activated, coarser, make_call, slots, without_null
+from serving_truth import CALLS, activated, coarser, make_call, slots, without_null
 
 import flash_delta
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing import allowed, assert_accurate, products_in, relative_error
 
-OPS = {kind: getattr(flash_delta, op.__name__.replace("decode", "prefill")) for kind, (op, _) in KINDS.items()}
+OPS = {kind: getattr(flash_delta, op.__name__.replace("decode", "prefill")) for kind, (op, _) in CALLS.items()}
 TOKENS = ("q", "k", "v", "g", "beta")
 
 
@@ -45,7 +45,8 @@ def run(kind, x, backend):
 def truth(kind, x):
     """o and the pool afterwards in float64."""
     x = without_null(x)
-    q, k, v, g, beta = activated(kind, x)
+    tokens = activated(kind, x)
+    v = tokens[2]
     before = x["state_pool"].cpu().double()
     pool = before.clone()
     o, count, every = torch.zeros_like(v), len(pool), x.get("checkpoint_every") or 1
@@ -67,7 +68,7 @@ def truth(kind, x):
         if checkpoints is not None and offsets is None:
             goals = {start + (m + 1) * every: slot for m, slot in enumerate(checkpoints[n])}
         for end in sorted({goal for goal in goals if start <= goal <= stop} | {stop}):
-            piece = [y[:, at:end] for y in (q, k, v, g, beta)]
+            piece = [y[:, at:end] for y in tokens]
             if end > at:
                 o[:, at:end], S = recurrent(*piece, scale=x.get("scale"), initial_state=S)
             if 0 <= goals.get(end, -1) < count:

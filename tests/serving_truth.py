@@ -28,6 +28,12 @@ KINDS = {  # of gate: op, and how it is called
     "kda-bounded": (flash_delta.decode_kda, RAW | {"lower_bound": -5.0, "allow_neg_eigval": True}),
 }
 
+OF_TORCH = {  # the same, of a member that no kernels serve
+    "gdn2": (flash_delta.decode_gdn2, {}),
+    "gdn2-raw": (flash_delta.decode_gdn2, RAW | {"allow_neg_eigval": True}),
+}
+CALLS = KINDS | OF_TORCH
+
 
 def make_call(
     kind="gdn", B=2, T=3, H=1, HV=2, K=16, V=24, slots=9, dtype=torch.float32, pool=torch.float32, v_first=True,
@@ -35,16 +41,17 @@ def make_call(
 ):  # fmt: skip
     """Keyword arguments of a call whose rows read the first slots and write nowhere."""
     gen = torch.Generator().manual_seed(seed)
-    options, channels = KINDS[kind][1], (K,) if kind.startswith("kda") else ()
+    options, channels = CALLS[kind][1], (K,) if kind.startswith(("kda", "gdn2")) else ()
+    strengths = {"b": (K,), "w": (V,)} if kind in OF_TORCH else {"beta": ()}
 
     def randn(*shape):
         return torch.randn(*shape, generator=gen)
 
     x = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, HV, V)}
-    x |= {"g": randn(B, T, HV, *channels), "beta": randn(B, T, HV)}
+    x |= {"g": randn(B, T, HV, *channels)} | {name: randn(B, T, HV, *width) for name, width in strengths.items()}
     if not options:
         x["q"], x["k"] = F.normalize(x["q"], dim=-1), F.normalize(x["k"], dim=-1)
-        x["g"], x["beta"] = -x["g"].abs() / 4, torch.sigmoid(x["beta"])
+        x |= {"g": -x["g"].abs() / 4} | {name: torch.sigmoid(x[name]) for name in strengths}
     x = {name: t.to(device, dtype) for name, t in x.items()}
     if options:
         x |= {"A_log": randn(HV).to(device), "dt_bias": (randn(HV, *channels).flatten() - 2).to(device)}
@@ -59,7 +66,7 @@ def slots(values, like, dtype=torch.int64):
 def run(kind, x, backend):
     """o, and the pool afterwards, which is a write_pool if there is one; those of the call stay as they are."""
     pools = {name: copied(x[name]) for name in ("state_pool", "write_pool") if x.get(name) is not None}
-    o = KINDS[kind][0](**(x | pools), backend=backend)
+    o = CALLS[kind][0](**(x | pools), backend=backend)
     if "write_pool" in pools:
         assert torch.equal(bits(pools["state_pool"]), bits(x["state_pool"])), "a pool that is only read has changed"
     return o, list(pools.values())[-1]
@@ -92,8 +99,8 @@ def truth(kind, x):
     """o and the pool afterwards in float64, states rounded to the dtype of the pool that is written after every token;
     which is a write_pool if there is one."""
     x = without_null(x)
-    q, k, v, g, beta = activated(kind, x)
-    pool = x["state_pool"].cpu()
+    tokens, pool = activated(kind, x), x["state_pool"].cpu()
+    v = tokens[2]
     B, T, slots = *v.shape[:2], len(pool)
     target = pool if x.get("write_pool") is None else x["write_pool"].cpu()
     dtype, targets = target.dtype, len(target)
@@ -114,7 +121,7 @@ def truth(kind, x):
             parent = t - 1 if parents is None or t == 0 else parents[b][t]
             if parent not in after or (write is not None and not 0 <= slot < targets):
                 continue
-            token = [y[b : b + 1, t : t + 1] for y in (q, k, v, g, beta)]
+            token = [y[b : b + 1, t : t + 1] for y in tokens]
             out, S = recurrent(*token, scale=x.get("scale"), initial_state=after[parent].unsqueeze(0))
             o[b, t], after[t] = out[0, 0], S[0].to(dtype).double()
             if target.dim() == 5:
@@ -125,18 +132,21 @@ def truth(kind, x):
 
 
 def activated(kind, x):
-    """q, k, v, g and beta in float64, by the definitions."""
-    q, k, v, g, beta = (x[name].double().cpu() for name in ("q", "k", "v", "g", "beta"))
-    if KINDS[kind][1]:
+    """q, k, v, g and beta in float64, by the definitions; with b and w also the erase keys."""
+    q, k, v, g = (x[name].double().cpu() for name in ("q", "k", "v", "g"))
+    beta, w = (x[name].double().cpu() for name in (("b", "w") if kind in OF_TORCH else ("beta", "beta")))
+    if CALLS[kind][1]:
         q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + NORM_EPS) for y in (q, k))
-        beta = torch.sigmoid(beta) * (2 if x.get("allow_neg_eigval") else 1)
+        beta, w = torch.sigmoid(beta) * (2 if x.get("allow_neg_eigval") else 1), torch.sigmoid(w)
         A_log, dt_bias = x["A_log"].double().cpu(), x["dt_bias"].double().cpu()
         if kind == "gdn-raw":
             g = naive_gdn_gate(g, A_log, dt_bias, torch.float64)
-        elif kind == "kda-raw":
+        elif kind in ("kda-raw", "gdn2-raw"):
             g = naive_kda_gate(g, A_log, dt_bias, torch.float64)
         else:
             g = naive_kda_lowerbound_gate(g, A_log, dt_bias, x["lower_bound"], torch.float64)
+    if kind in OF_TORCH:
+        return q, k, w * v, g, torch.ones_like(g[..., 0]), beta * k.repeat_interleave(v.shape[2] // k.shape[2], 2)
     return q, k, v, g, beta
 
 

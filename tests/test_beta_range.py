@@ -14,6 +14,7 @@ from flash_delta.testing import assert_accurate, relative_error
 
 CHUNKS = ("chunk_gated_delta_rule", "chunk_kda", "chunk_delta_rule", "chunk_comba")
 TOKENS = ("fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
+GATES = ("chunk_gdn2", "fused_recurrent_gdn2")  # of which b is said how large it can be
 POOLS = tuple(f"{kind}_{rule}" for kind in ("prefill", "decode") for rule in ("gated_delta_rule", "kda"))
 NAMES = (*CHUNKS, *TOKENS, *POOLS)
 IN_FLA = (*CHUNKS[:2], *TOKENS)  # fla's functions that have the argument
@@ -35,7 +36,10 @@ def call(name, T=5, H=1, K=8, beta=1.999, dtype=torch.float32, device="cpu"):
     if name == "chunk_comba":
         x["p"] = x["k"]
     if name != "chunk_delta_rule":
-        x["g"] = torch.zeros(1, T, H, *([K] if name.endswith("kda") else []))
+        x["g"] = torch.zeros(1, T, H, *([K] if name.endswith(("kda", "gdn2")) else []))
+    if name in GATES:
+        x["b"], x["w"] = (x["beta"][..., None].expand(1, T, H, K) for _ in range(2))
+        del x["beta"]
     x = {n: t.to(device, dtype) for n, t in x.items()}
     if name in POOLS:
         slots = torch.zeros(1, dtype=torch.int32, device=device)
@@ -47,7 +51,7 @@ def call(name, T=5, H=1, K=8, beta=1.999, dtype=torch.float32, device="cpu"):
 
 
 @pytest.mark.parametrize("said", SAID)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + GATES)
 def test_ops(name, said, problems):
     option, given, logit = SAID[said]
     op = getattr(flash_delta, name)

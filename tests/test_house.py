@@ -51,7 +51,7 @@ KERNELS_MAY_IMPORT = {
     "triton": {"runtime", "device"},
     "hopper": {"runtime", "device", "triton"},
 }
-PRIVATE = {"kda", "gated_delta_rule", "simple_gla", "comba", "delta_rule", "serving"}  # ops do not import each other
+PRIVATE = {"kda", "gated_delta_rule", "gdn2", "simple_gla", "comba", "delta_rule", "serving"}  # not each other
 THIRD_PARTY = {
     "problem": {"torch"},
     "backend": {"torch"},
@@ -74,7 +74,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 37_534, "workshop": 6_015, "tests": 33_054}
+LINES = {"flash_delta": 38_134, "workshop": 6_015, "tests": 33_404}
 
 
 def room(path: Path) -> str:
@@ -346,6 +346,11 @@ FLA = {
     "fused_recurrent_kda": "q k v g beta A_log dt_bias scale initial_state output_final_state use_qk_l2norm_in_kernel"
     " use_gate_in_kernel use_beta_sigmoid_in_kernel allow_neg_eigval lower_bound state_v_first cu_seqlens"
     " | transpose_state_layout",
+    "chunk_gdn2": "q k v g b w scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel"
+    " cu_seqlens cu_seqlens_cpu safe_gate lower_bound disable_recompute return_intermediate_states state_v_first"
+    " cp_context | A_log dt_bias chunk_size transpose_state_layout",
+    "fused_recurrent_gdn2": "q k v g b w A_log dt_bias scale initial_state output_final_state use_qk_l2norm_in_kernel"
+    " use_gate_in_kernel lower_bound state_v_first cu_seqlens | transpose_state_layout",
     "chunk_simple_gla": "q k v g g_gamma scale initial_state output_final_state state_v_first cu_seqlens cu_seqlens_cpu"
     " | chunk_size head_first",
     "chunk_comba": "q k v p g beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens"

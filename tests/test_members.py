@@ -63,6 +63,27 @@ def test_torch_is_right_or_refuses(gate, erase, own, steps):
     assert check("torch", gate, erase, own, steps) != refused
 
 
+@CALL
+def test_a_strength_per_channel_runs_in_torch_with_a_decay_per_channel(gate, erase, own, steps):
+    p = problem(inputs(gate, erase, own), gate, erase, steps)._replace(channel_strength=True)
+    takes = gate == "channel" and erase == "decayed" and not own
+    assert (load_backend("torch").unsupported(p) is None) == takes
+
+
+@pytest.mark.parametrize("name", ["triton", "hopper"])
+def test_no_kernels_take_a_strength_per_channel(name, monkeypatch):
+    """Also not on a pool. Without the strength they take this call."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    backend, chip = load_backend(name), SimpleNamespace(target="sm_90")
+    monkeypatch.setattr(backend, "chip_of", lambda device: chip)
+    p = problem(inputs("channel", "decayed", False), "channel", "decayed", False)
+    p = p._replace(device=torch.device("cuda", 0), dtype=torch.bfloat16, K=128, V=128)
+    for call in (p, p._replace(pools=Pools())):
+        assert backend.unsupported(call) is None
+        refused = backend.unsupported(call._replace(channel_strength=True))
+        assert refused == "it has no kernels for a strength per channel (b, w)"
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 @CALL
 def test_triton_is_right_or_refuses(gate, erase, own, steps):

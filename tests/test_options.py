@@ -53,12 +53,13 @@ def rand(*shape: int) -> Tensor:
 def delta_rule(op, **changes):
     """One of the ops, with whatever tensors it names, in a call that lets every flag be either."""
     parameters = signature(op).parameters
-    serving, kda = "state_pool" in parameters, "kda" in op.__name__
+    serving, kda = "state_pool" in parameters, op.__name__.endswith(("kda", "gdn2"))
     decode = "num_accepted_tokens" in parameters
     b, t = (B, 2) if decode else (1, T) if serving else (B, T)
     given = {
         "q": rand(b, t, H, D), "k": rand(b, t, H, D), "v": rand(b, t, H, D), "p": rand(b, t, H, D),
         "g": -rand(b, t, H, D) if kda else -rand(b, t, H), "beta": rand(b, t, H), "A_log": rand(H),
+        "b": rand(b, t, H, D), "w": rand(b, t, H, D),
         "dt_bias": rand(H * D) if kda else rand(H), "initial_state": rand(B, H, D, D),
         "state_pool": rand(SLOTS, H, D, D), "cu_seqlens": torch.tensor([0, 1, T]) if serving and not decode else None,
         "read_indices": torch.arange(B), "state_v_first": False, "use_gate_in_kernel": True,

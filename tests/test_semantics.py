@@ -10,7 +10,8 @@ from flash_delta.testing import CASES, MEMBERS, assert_accurate, make_inputs, ru
 
 BY_NAME = {case.name: case for case in CASES}
 MEMBER = pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
-GATED = pytest.mark.parametrize("name", ["gdn", "kda"])
+GATED = pytest.mark.parametrize("name", ["gdn", "kda", "gdn2"])
+TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
 
 
 @MEMBER
@@ -44,7 +45,7 @@ def test_packed_sequences_do_not_see_each_other(member):
 def test_rows_behind_the_last_sequence_are_zeros(member):
     case = BY_NAME["packed"]
     got = run(member, make_inputs(case, member, torch.float32))
-    for n in got.keys() & {"o", "dq", "dk", "dv", "dp", "dg", "dbeta"}:
+    for n in got.keys() & {"o", *(f"d{name}" for name in TOKENS)}:
         assert torch.equal(got[n][:, sum(case.lengths) :], torch.zeros_like(got[n][:, sum(case.lengths) :])), n
 
 
@@ -55,7 +56,7 @@ def test_the_future_moves_nothing_of_the_past(member):
     inputs = make_inputs(case, member, torch.float32)
     for P in (1, 17, 64, 100):
         other = {n: t.detach().clone() if torch.is_tensor(t) else t for n, t in inputs.items()}
-        tokens = [n for n in ("q", "k", "v", "g", "beta", "p") if n in other]
+        tokens = [n for n in TOKENS if n in other]
         for n in tokens:
             other[n][:, P:] *= 1.37
             other[n].requires_grad_()
@@ -76,11 +77,11 @@ def test_decoding_token_by_token_is_bitwise_one_call(name):
     o, _ = member.op(**x)
     state, rows = x["initial_state"], []
     for t in range(20):
-        now = {n: x[n][:, t : t + 1] for n in ("q", "k", "v", "g", "beta")}
+        now = {n: x[n][:, t : t + 1] for n in TOKENS if n in x}
         row, state = member.op(**(x | now | {"initial_state": state}))
         rows.append(row)
     assert torch.equal(torch.cat(rows, dim=1), o[:, :20])
-    x = {n: t[:, :20] if n in ("q", "k", "v", "g", "beta") else t for n, t in x.items()}
+    x = {n: t[:, :20] if n in TOKENS else t for n, t in x.items()}
     assert torch.equal(member.op(**x)[1], state)
 
 
@@ -90,7 +91,7 @@ def test_chunked_prefill_continues_bitwise_at_chunk_boundaries(name):
     x = make_inputs(BY_NAME["ragged"], member, torch.float32)
     x = {n: t.detach() if torch.is_tensor(t) else t for n, t in x.items()}
     o, final_state = member.op(**x)
-    tokens = ("q", "k", "v", "g", "beta")
+    tokens = [n for n in TOKENS if n in x]
     head, state = member.op(**(x | {n: x[n][:, :64] for n in tokens}))
     tail, state = member.op(**(x | {n: x[n][:, 64:] for n in tokens} | {"initial_state": state}))
     assert torch.equal(torch.cat([head, tail], 1), o)
@@ -262,7 +263,8 @@ def test_saved_memory(name):
     member, T, H, HV, D = MEMBERS[name], 1024, 2, 4, 64
     shape = (1, T, HV, D) if member.gate == "channel" else (1, T, HV)
     x = {"q": torch.randn(1, T, H, D), "k": torch.randn(1, T, H, D), "v": torch.randn(1, T, HV, D)}
-    x |= {"g": -torch.rand(shape), "beta": torch.rand(1, T, HV)}
+    widths = {"b": (D,), "w": (D,)} if member.channel_strength else {"beta": ()}
+    x |= {"g": -torch.rand(shape)} | {n: torch.rand(1, T, HV, *width) for n, width in widths.items()}
     inputs = sum(t.numel() for t in x.values())
     per_chunk = T // 64 * HV * (64 * 64 + D * D)  # A and one state
     for disable_recompute, bound in ((False, inputs + per_chunk // 4), (True, inputs + per_chunk)):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from prompt_truth import as_in_vllm
 from serving_truth import (
+    CALLS,
     DEVICES,
     KINDS,
     bits,
@@ -53,7 +54,7 @@ def run_step(kind, x, conv, backend, convolve=True):
     pools = {name: copied(x[name]) for name in ("state_pool", "write_pool") if x.get(name) is not None}
     windows = [copied(conv[0]), *(copied(t) for t in conv[3:])]
     convolution = Convolution(windows[0], *conv[1:3], *windows[1:]) if convolve else None
-    o = KINDS[kind][0](**(x | pools), convolution=convolution, backend=backend)
+    o = CALLS[kind][0](**(x | pools), convolution=convolution, backend=backend)
     return o, list(pools.values())[-1], windows[-1]
 
 

@@ -264,11 +264,12 @@ def test_a_default_device_changes_nothing(member, case):
 
 def serve(kind, device="cpu", **changes):
     """A call of the serving ops by shapes."""
-    kda, decode = "kda" in kind, "decode" in kind
+    kda, decode, gates = not kind.endswith("rule"), "decode" in kind, kind.endswith("gdn2")
     b, t = (3, 2) if decode else (1, 70)
     f, i = partial(torch.rand, device=device), partial(torch.arange, dtype=torch.int32, device=device)
     x = {
-        "q": f(b, t, H, K), "k": f(b, t, H, K), "v": f(b, t, H, 16), "beta": f(b, t, H),
+        "q": f(b, t, H, K), "k": f(b, t, H, K), "v": f(b, t, H, 16),
+        **({"b": f(b, t, H, K), "w": f(b, t, H, 16)} if gates else {"beta": f(b, t, H)}),
         "g": -f(b, t, H, K) if kda else -f(b, t, H), "state_pool": torch.zeros(4, H, K, 16, device=device),
         "read_indices": i(3), "write_indices": i(3), "state_v_first": False,
     }  # fmt: skip
@@ -276,7 +277,7 @@ def serve(kind, device="cpu", **changes):
     return getattr(flash_delta, kind)(**x | changes)
 
 
-SERVING = ["decode_gated_delta_rule", "decode_kda", "prefill_gated_delta_rule", "prefill_kda"]
+SERVING = [f"{way}_{rule}" for way in ("decode", "prefill") for rule in ("gated_delta_rule", "kda", "gdn2")]
 
 
 @pytest.mark.parametrize("kind", SERVING)
@@ -396,6 +397,7 @@ NANS = [
         for name in ("gdn", "kda", "gdn-recurrent", "kda-recurrent")
         for which in ("q", "k", "v", "beta", "g")
     ),
+    *((name, which, "torch") for name in ("gdn2", "gdn2-recurrent") for which in ("q", "k", "v", "b", "w", "g")),
     *(
         pytest.param(name, which, "triton", marks=interpreted)
         for name in ("gdn", "kda", "gdn-recurrent")
@@ -415,7 +417,9 @@ def with_nan(name, which=None):
     torch.manual_seed(0)
     start, stop, T = (2, 10, 12) if "recurrent" in name else (2, 70, 72)
     x = {n: torch.randn(1, T, 2, K) for n in ("q", "k", "v")}
-    x |= {"g": -torch.rand(1, T, 2, *(() if "gdn" in name else (K,))), "beta": torch.rand(1, T, 2)}
+    x |= {"g": -torch.rand(1, T, 2, *(() if MEMBERS[name].gate == "scalar" else (K,)))}
+    widths = {"b": (K,), "w": (K,)} if MEMBERS[name].channel_strength else {"beta": ()}
+    x |= {n: torch.rand(1, T, 2, *width) for n, width in widths.items()}
     if which is not None:
         x[which][:, stop - 3, 0] = float("nan")
     return x | {"cu_seqlens": torch.tensor([0, start, stop, T])}, stop - 3, (start, stop)

@@ -16,7 +16,21 @@ if TYPE_CHECKING:
     from flash_delta.testing.judging import Answer, Job, Peers
 
 T = TypeVar("T")
-COLUMNS = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dp", "dinitial_state", "dA_log", "ddt_bias")
+COLUMNS = (
+    "o",
+    "final_state",
+    "dq",
+    "dk",
+    "dv",
+    "dg",
+    "dbeta",
+    "dp",
+    "db",
+    "dw",
+    "dinitial_state",
+    "dA_log",
+    "ddt_bias",
+)
 
 
 def all_right(

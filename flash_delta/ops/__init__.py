@@ -16,12 +16,15 @@ from flash_delta.ops.gate import (
     naive_kda_lowerbound_gate,
 )
 from flash_delta.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from flash_delta.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from flash_delta.ops.kda import chunk_kda, fused_recurrent_kda
 from flash_delta.ops.mixer import Layout, Place, mix
 from flash_delta.ops.serving import (
     decode_gated_delta_rule,
+    decode_gdn2,
     decode_kda,
     prefill_gated_delta_rule,
+    prefill_gdn2,
     prefill_kda,
 )
 from flash_delta.ops.simple_gla import chunk_simple_gla
@@ -33,21 +36,25 @@ __all__ = [
     "chunk_comba",
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_gdn2",
     "chunk_kda",
     "chunk_simple_gla",
     "decode_gated_delta_rule",
+    "decode_gdn2",
     "decode_kda",
     "explain",
     "forbid_compilation",
     "fused_gdn_gate",
     "fused_kda_gate",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn2",
     "fused_recurrent_kda",
     "mix",
     "naive_gdn_gate",
     "naive_kda_gate",
     "naive_kda_lowerbound_gate",
     "prefill_gated_delta_rule",
+    "prefill_gdn2",
     "prefill_kda",
 ]
 

@@ -48,6 +48,8 @@ def run_chunks(
         refuse(op, "cp_context", "a flash_delta.parallel.ContextParallel", type(context).__name__)
     for name, given in (("cu_seqlens", x.cu_seqlens), ("cu_seqlens_cpu", bounds)):
         refuse_unless_none(op, name, given, "cp_context has the bounds")
+    if options.get("keep_states"):
+        refuse(op, "return_intermediate_states", "False with cp_context", "True")
     if as_bool(op, "batch_invariant", options["batch_invariant"]):
         refuse(op, "batch_invariant", "False with cp_context: ranks split a sequence where others end", "True")
     check_shape(op, "q", x.q, 1, context.tokens, "H", "K")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from flash_delta.ops._check.options import BOUNDS, LOWEST_BOUND, as_bool, as_int, refuse
+from flash_delta.ops._check.options import as_int, promised_bound, refuse
 from flash_delta.ops._check.rule import refuse_unless_none, state_layout
 from flash_delta.ops._context import Context, run_chunks
 from flash_delta.ops._function import problem_of, run_tokens
@@ -119,10 +119,7 @@ def chunk_kda(
     Source: Kimi Team, Kimi Linear, arXiv:2510.26692.
     """
     op = "chunk_kda"
-    if as_bool(op, "safe_gate", safe_gate) and lower_bound is None:
-        if use_gate_in_kernel:
-            refuse(op, "lower_bound", f"{BOUNDS} with safe_gate and use_gate_in_kernel", "None")
-        lower_bound = LOWEST_BOUND
+    lower_bound = promised_bound(op, safe_gate, use_gate_in_kernel, lower_bound)
     inputs = Inputs(q, k, v, g, beta, None, initial_state, A_log, dt_bias, cu_seqlens)
     options = {
         "op": op, "gate": ("channel", use_gate_in_kernel, lower_bound), "erase": "decayed", "scale": scale,
@@ -133,8 +130,6 @@ def chunk_kda(
     }  # fmt: skip
     if cp_context is not None:
         refuse_unless_none(op, "max_num_seqs", max_num_seqs, "cp_context has the bounds")
-        if return_intermediate_states:
-            refuse(op, "return_intermediate_states", "False with cp_context", "True")
     elif max_num_seqs is not None:
         N = problem_of(inputs, options, cu_seqlens_cpu).N
         expected = f"None or the number of sequences, {N}"

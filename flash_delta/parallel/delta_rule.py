@@ -41,7 +41,7 @@ from flash_delta.parallel.part import Part
 from flash_delta.problem import Inputs
 
 LocalRun = Callable[[Inputs, "Sequence[int] | None"], tuple[Tensor, Tensor]]  # the op: inputs, bounds -> o, final_state
-OF_TOKENS = ("q", "k", "v", "g", "beta", "p")
+OF_TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
 
 
 class Response(NamedTuple):
@@ -181,7 +181,8 @@ def _respond(run: LocalRun, some: Some) -> Response:
     """The run of the op with v = 0 from the identity."""
     (_, T, HV), K = some.x.v.shape[:3], some.x.q.shape[-1]
     one = torch.eye(K, device=some.x.q.device).expand(len(some.rows), HV, K, K).contiguous()
-    return Response(*some.run(run, v=some.x.v.new_zeros(1, T, HV, K), initial_state=one))
+    v = some.x.v.new_zeros(1, T, HV, K)
+    return Response(*some.run(run, v=v, w=None if some.x.w is None else v, initial_state=one))
 
 
 def _joined(

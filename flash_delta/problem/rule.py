@@ -34,13 +34,14 @@ class Problem(NamedTuple):
     chunk_size: Schema[int] = 64
     recurrent: Schema[bool] = False  # the forward runs token by token
     erase_keys: bool = False  # tokens erase with Inputs.p and write with k
+    channel_strength: Schema[Compiled[bool]] = False  # tokens erase with b . k and write w . v; there is no beta
     # Lengths of the N sequences; None: only the device knows. While torch.compile traces, the tensor cu_seqlens_cpu.
     lengths: tuple[int, ...] | None = None
     packed: Compiled[bool] = False  # B = 1 and the row holds N sequences
     l2norm: Schema[Compiled[bool]] = False  # q, k (and p) are normalised first
-    raw_beta: Schema[Compiled[bool]] = False  # beta is a logit
-    beta_range: Schema[float] = 1.0  # the sigmoid is multiplied by it: 2 allows negative eigenvalues
-    most_beta: Schema[float] = 2.0  # how large beta can be: 1 or 2
+    raw_beta: Schema[Compiled[bool]] = False  # beta is a logit, or b and w are
+    beta_range: Schema[float] = 1.0  # the sigmoid (not that of w) is multiplied by it: 2 allows negative eigenvalues
+    most_beta: Schema[float] = 2.0  # how large beta, or b, can be: 1 or 2
     state_v_first: Schema[Compiled[bool]] = False  # states are [N, HV, V, K]
     keep_states: Schema[bool] = False  # also return the state at the start of every chunk
     disable_recompute: Schema[bool] = False  # the forward saves more, and the backward pass recomputes less
@@ -91,6 +92,8 @@ class Inputs(NamedTuple):
     A_log: Tensor | None = None  # [HV]
     dt_bias: Tensor | None = None  # [HV] or [HV * K]
     cu_seqlens: Tensor | None = None  # [N + 1], on the device of q
+    b: Tensor | None = None  # [B, T, HV, K]: erase gate, or its logit; with Problem.channel_strength
+    w: Tensor | None = None  # [B, T, HV, V]: write gate, or its logit; with Problem.channel_strength
 
 
 class Slots(NamedTuple):

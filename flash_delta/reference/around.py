@@ -17,7 +17,8 @@ def convolve(problem: Problem, x: Inputs, t: int, window: Tensor, around: Around
     y = (inputs[..., -problem.pools.taps :].to(weight.dtype) * weight).sum(2)
     y = each_alone(silu, y if around.conv_bias is None else y + around.conv_bias.to(weight.dtype))
     q, k, v = (heads.unsqueeze(1) for heads in in_heads(problem, y))
-    return x._replace(q=q, k=k, v=v, g=x.g[:, t : t + 1], beta=x.beta[:, t : t + 1]), inputs[..., 1:]
+    others = {name: y[:, t : t + 1] for name in ("g", "beta", "b", "w") if (y := getattr(x, name)) is not None}
+    return x._replace(q=q, k=k, v=v, **others), inputs[..., 1:]
 
 
 def convolve_prompt(problem: Problem, inputs: Tensor, around: Around) -> Tensor:

@@ -20,10 +20,12 @@ def unsupported(problem: Problem) -> str | None:
         return f"it reads the indices of slots on the host, but they are on {problem.device}"
     if problem.gate.kind == "channel" and problem.erase == "undecayed":
         return "with a decay per channel it erases from the decayed state"
+    if problem.channel_strength and (problem.gate.kind != "channel" or problem.erase is None or problem.erase_keys):
+        return "with a strength per channel (b, w) it takes a decay per channel, and erases what it writes"
     if problem.erase is None and problem.erase_keys:
         return "it has no use for erase keys (p) in a rule that erases nothing"
     if problem.pools is not None and not problem.decodable:
-        return "on a pool it runs Gated DeltaNet and Kimi Delta Attention only"
+        return "on a pool it runs Gated DeltaNet, GDN-2 and Kimi Delta Attention only"
     if problem.lengths is None and (problem.dtype != torch.float64 or problem.device.type == "meta"):
         return f"it plans packed sequences on the host, but cu_seqlens is on {problem.device}: give cu_seqlens_cpu too"
     return None

@@ -164,10 +164,8 @@ def by_row(problem: Problem, token: Token) -> list[Token]:
     """Splits a token into one token per row, each a batch of value heads."""
     if problem.B == 1:
         return [token]
-    q, k, v, decay, b = (
-        y.view(problem.B, problem.HV, *y.shape[1:]).unbind(0) for y in (token.q, token.k, token.v, token.decay, token.b)
-    )
-    return [Token(*row) for row in zip(q, k, k, v, decay, b, strict=True)]
+    parts = ([None] * problem.B if y is None else y.view(problem.B, problem.HV, *y.shape[1:]).unbind(0) for y in token)
+    return [Token(*row) for row in zip(*parts, strict=True)]
 
 
 class States:

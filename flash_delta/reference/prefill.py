@@ -18,6 +18,7 @@ from flash_delta.reference.around import convolve_prompt, in_heads, normalize
 from flash_delta.reference.chunked import forward
 from flash_delta.reference.decode import Use, is_slot, refuse_shared, zeros_of
 from flash_delta.reference.step import step
+from flash_delta.reference.tokens import PER_TOKEN
 
 
 class Piece(NamedTuple):
@@ -52,7 +53,7 @@ def prefill(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownC
     def tokens_of(pieces: list[Piece]) -> tuple[Tensor, Inputs]:
         ranges = [(starts[n] + start, starts[n] + stop) for n, start, stop in pieces]
         rows = torch.cat([torch.arange(*tokens, device=problem.device) for tokens in ranges])
-        tokens = {name: getattr(x, name)[:, rows] for name in ("q", "k", "v", "g", "beta")}
+        tokens = {name: y[:, rows] for name in PER_TOKEN if (y := getattr(x, name)) is not None}
         if windows is not None:
             tokens |= windows.convolved(pieces)
         return rows, x._replace(**tokens, cu_seqlens=None)

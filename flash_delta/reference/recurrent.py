@@ -12,6 +12,7 @@ KDA           per channel  S~_t, p = k         Kimi Team, arXiv:2510.26692
 delta rule    none         S~_t, p = k         Yang et al., arXiv:2406.06484
 Comba         scalar       S_{t-1}, own p      Hu et al., arXiv:2506.02475
 simple GLA    scalar       nothing             Yang et al., arXiv:2312.06635, one decay per head
+GDN-2         per channel  S~_t, p = b . k     fla 0.6.0, `fla.ops.gdn2`; v is w . v, beta is 1
 ============  ===========  ==================  =============================================
 
 Everything else in the library is compared with this file in float64. Autograd differentiates it. It is written to be
@@ -45,7 +46,7 @@ def recurrent(
         v: values ``[B, T, HV, V]``; value head ``h`` uses key head ``h // (HV // H)``.
         g: log decay in nats, ``[B, T, HV]`` or ``[B, T, HV, K]``; None: no decay.
         beta: write strength ``[B, T, HV]``; None: 1.
-        p: erase keys ``[B, T, H, K]``; None: k.
+        p: erase keys ``[B, T, H or HV, K]``; None: k.
         scale: factor on the output; None: ``K ** -0.5``.
         erase: the state that the delta rule reads: ``"decayed"`` S~_t or ``"undecayed"`` S_{t-1}; None: no delta rule.
         initial_state: ``[N, HV, K, V]``; None: zeros.
@@ -55,10 +56,10 @@ def recurrent(
     Returns:
         ``(o [B, T, HV, V], final_state [N, HV, K, V])``. An empty sequence returns its initial state.
     """
-    B, T, H, K = q.shape
+    B, T, _, K = q.shape
     HV, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
-    q, k, p = (x.repeat_interleave(HV // H, dim=2) for x in (q, k, k if p is None else p))
+    q, k, p = (x.repeat_interleave(HV // x.shape[2], dim=2) for x in (q, k, k if p is None else p))
     beta = v.new_ones(B, T, HV) if beta is None else beta
     g = v.new_zeros(B, T, HV) if g is None else g
     g = g if g.dim() == 4 else g.unsqueeze(-1)  # [B, T, HV, K or 1]

@@ -5,9 +5,10 @@
 G is the cumulative log decay in the chunk, H the gate at which the erase key reads (`docs/mathematics.md` section 1).
 This is the one stage in which the scalar gate and the gate per channel differ.
 
-Shapes: q, k, p ``[M, H, 1, C, K]``, G, H ``[M, H, r, C, 1 or K]`` with r = HV / H value heads per key head, P, L
-``[M, H, r, C, C]``. G is float64, because a difference of two cumulative gates must resolve the gate of one mild token
-after many strong ones. In float32 it resolves only 5e-4 (G = -6400 after 64 tokens of -100 nats).
+Shapes: q, k, p ``[M, H, 1, C, K]`` (with a gate per channel p may have r rows), G, H ``[M, H, r, C, 1 or K]`` with
+r = HV / H value heads per key head, P, L ``[M, H, r, C, C]``. G is float64, because a difference of two cumulative
+gates must resolve the gate of one mild token after many strong ones. In float32 it resolves only 5e-4 (G = -6400 after
+64 tokens of -100 nats).
 
 A pair (i, j) contains the gates of the tokens j + 1 .. i. The gradient of a gate is summed only over the pairs that
 contain it. There is a shorter form: q.dq - k.dk, summed from the chunk's end. It adds the other pairs twice, with
@@ -25,7 +26,7 @@ from torch import Tensor
 class ScoreGradients(NamedTuple):
     dq: Tensor  # [M, H, C, K]
     dk: Tensor  # [M, H, C, K], of the key that is written: the columns of P and L
-    dp: Tensor | None  # [M, H, C, K], of the key that erases: the rows of L
+    dp: Tensor | None  # that of p: [M, H, 1 or r, C, K], of the key that erases: the rows of L
     dg: Tensor | None  # [M, H, r, C, 1 or K], of the log decay itself
 
 
@@ -76,7 +77,7 @@ def scores_backward(
     if dL is None:
         return ScoreGradients(dq, dk, None, dg)
     dL = dL.sum(2)
-    return ScoreGradients(dq, dk + dL.mT @ p, dL @ k, dg)
+    return ScoreGradients(dq, dk + dL.mT @ p, (dL @ k).unsqueeze(2), dg)
 
 
 def total(*terms: Tensor) -> Tensor:
@@ -156,4 +157,4 @@ def _channel_scores_backward(
         left_dg[..., 1:, :].add_((back * left_k).cumsum(-2)[..., :-1, :])
     diagonal = dP.diagonal(dim1=-2, dim2=-1)[..., None]
     dq, dk = (dq + diagonal * k).sum(2), (dk + diagonal * q).sum(2)
-    return ScoreGradients(dq, dk, None if dp is None else dp.sum(2), dg)
+    return ScoreGradients(dq, dk, None if dp is None else dp.sum_to_size(p.shape), dg)

@@ -19,10 +19,9 @@ Only two products of the scan depend on the chunk before. Backward, right to lef
     strength   db = <dU~, R - L U>
 
 b multiplies R and is no part of A. So db needs no division by b, and b = 0 is exact. Without the delta rule (simple
-GLA) A = I, Eg = 0, b = 1. `docs/mathematics.md` proves each line.
+GLA) A = I, Eg = 0, b = 1. In GDN-2 b = 1, p is b . k and V is w . V. `docs/mathematics.md` proves each line.
 
-In all tensors chunks come first, and value heads are grouped by key head: ``[M, H, r, C, .]`` with M chunks and
-r = HV / H. Tensors of key heads have r = 1.
+All tensors are ``[M, H, r, C, .]``: M chunks, r = HV / H value heads per key head. Tensors of key heads have r = 1.
 """
 
 from collections.abc import Iterator
@@ -44,11 +43,12 @@ class Tokens(NamedTuple):
     q: Tensor  # [M, H, 1, C, K]
     k: Tensor  # [M, H, 1, C, K]
     v: Tensor  # [M, H, r, C, V]
-    p: Tensor | None  # [M, H, 1, C, K]; None: nothing is erased
+    p: Tensor | None  # [M, H, 1 or r, C, K]; None: nothing is erased
     b: Tensor | None  # [M, H, r, C, 1]; None: 1
     G: Tensor | None  # [M, H, r, C, 1 or K], float64; None: no gate
     H: Tensor | None  # the same shape
     norms: tuple[Tensor, ...]  # 1 / |q|, 1 / |k| (and 1 / |p|), [M, H, 1, C, 1]; empty without l2norm
+    gated: tuple[Tensor, Tensor, Tensor] | None = None  # b [M, H, r, C, K], w, v [M, H, r, C, V] if p is b . k, v w . v
 
 
 class Factors(NamedTuple):
@@ -178,7 +178,7 @@ class TokenGradients(NamedTuple):
 
     dq: Tensor  # [M, H, C, K]
     dk: Tensor  # [M, H, C, K]
-    dp: Tensor | None  # [M, H, C, K]
+    dp: Tensor | None  # that of p: [M, H, 1 or r, C, K]
     dv: Tensor  # [M, H, r, C, V]
     dg: Tensor | None  # [M, H, r, C, 1 or K]
     db: Tensor | None  # [M, H, r, C, 1]
@@ -225,7 +225,7 @@ def gradients(t: Tokens, f: Factors, S0: Tensor, R: Tensor, dO: Tensor, dS1: Ten
     if t.b is not None:
         Z = R if f.L is None else R - f.L @ U
         db = (dU * Z).sum(-1, keepdim=True)
-    dp = None if dEg is None else pairs.dp + dEg.sum(2)
+    dp = None if dEg is None else pairs.dp + dEg.sum_to_size(t.p.shape)
     return TokenGradients(pairs.dq + dQg.sum(2), pairs.dk + dKd.sum(2), dp, dV, dg, db)
 
 

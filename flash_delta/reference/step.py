@@ -26,8 +26,8 @@ class Token(NamedTuple):
 
     q: Tensor  # [n HV, 1, K]
     k: Tensor  # [n HV, 1, K]
-    p: Tensor  # [n HV, 1, K]; k, unless there are erase keys
-    v: Tensor  # [n HV, 1, V]
+    p: Tensor  # [n HV, 1, K]; k, unless there are erase keys, or b . k
+    v: Tensor  # [n HV, 1, V]; or w . v
     decay: Tensor | None  # e^g, [n HV, 1 or K, 1]
     b: Tensor | None  # beta, [n HV, 1, 1]
 
@@ -62,8 +62,12 @@ def activated(problem: Problem, x: Inputs, t: int, rows: Tensor | None = None) -
     """Token t of every sequence that has one. ``rows``: their places in a packed row."""
     q, k, p = keys_at(problem, x, t, rows)
     v = at(x.v, t, rows).to(problem.accumulate).reshape(len(q), 1, -1)
+    if problem.channel_strength:
+        p = strength_at(problem, x.b, t, rows, problem.beta_range) * p
+        v = strength_at(problem, x.w, t, rows, 1.0) * v
     decay = None if x.g is None else decay_at(problem, x, t, rows)
-    return Token(q, k, p, v, decay, None if x.beta is None else strength_at(problem, x, t, rows))
+    b = None if x.beta is None else strength_at(problem, x.beta, t, rows, problem.beta_range)
+    return Token(q, k, p, v, decay, b)
 
 
 def advance(problem: Problem, x: Token, before: Tensor, S: Tensor) -> Tensor:
@@ -111,11 +115,11 @@ def decay_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Tensor
     return g.exp().reshape(g.shape[0] * problem.HV, -1, 1)
 
 
-def strength_at(problem: Problem, x: Inputs, t: int, rows: Tensor | None) -> Tensor:
-    """beta, ``[n HV, 1, 1]``."""
-    b = at(x.beta, t, rows).to(problem.accumulate).contiguous()
-    b = each_alone(lambda z: strength(z, problem.beta_range), b) if problem.raw_beta else b
-    return b.reshape(-1, 1, 1)
+def strength_at(problem: Problem, x: Tensor, t: int, rows: Tensor | None, top: float) -> Tensor:
+    """beta, b or w, ``[n HV, 1, 1 or width]``. ``top``: that of its sigmoid, if it is a logit."""
+    b = at(x, t, rows).to(problem.accumulate).contiguous()
+    b = each_alone(lambda z: strength(z, top), b) if problem.raw_beta else b
+    return b.reshape(len(b) * problem.HV, 1, -1)
 
 
 def each_alone(activate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

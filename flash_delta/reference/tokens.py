@@ -17,7 +17,7 @@ from flash_delta.reference.stages import TokenGradients, Tokens, shift
 
 # e^-1024 is 0 in every dtype, so the clamp changes no result. After it, gates of -inf can be added and subtracted.
 LOG_ZERO = -1024.0
-PER_TOKEN = ("q", "k", "v", "g", "beta", "p")
+PER_TOKEN = ("q", "k", "v", "g", "beta", "p", "b", "w")
 
 
 class TokenReader:
@@ -36,10 +36,8 @@ class TokenReader:
         norms = ()
         if problem.l2norm:
             keys, norms = zip(*(l2norm(t) for t in keys), strict=True)
-        b = H = G = None
-        if x.beta is not None:
-            b = self.values(x.beta, segment)
-            b = strength(b, problem.beta_range) if problem.raw_beta else b
+        b = None if x.beta is None else self.strength(x.beta, segment, problem.beta_range)
+        H = G = None
         if x.g is not None:
             g = log_decay(problem.gate, self.values(x.g, segment), self.rate, self.bias)
             if problem.gate.raw:
@@ -48,7 +46,15 @@ class TokenReader:
             if problem.erase == "undecayed":
                 H = shift(G)
         p = None if problem.erase is None else keys[-1]  # k, unless there are erase keys
-        return Tokens(keys[0], keys[1], self.values(x.v, segment), p, b, G, H, norms)
+        v, gated = self.values(x.v, segment), None
+        if problem.channel_strength:
+            gated = self.strength(x.b, segment, problem.beta_range), self.strength(x.w, segment, 1.0), v
+            p, v = gated[0] * p, gated[1] * v
+        return Tokens(keys[0], keys[1], v, p, b, G, H, norms, gated)
+
+    def strength(self, x: Tensor, segment: Segment, top: float) -> Tensor:
+        """beta, b or w. ``top``: that of its sigmoid, if it is a logit."""
+        return strength(self.values(x, segment), top) if self.problem.raw_beta else self.values(x, segment)
 
     def keys(self, x: Tensor, segment: Segment) -> Tensor:
         """Tensors of key heads: ``[B, T, H, K]`` to ``[M, H, 1, C, K]``."""
@@ -73,14 +79,21 @@ class GradientWriter:
 
     def write(self, segment: Segment, t: Tokens, d: TokenGradients) -> None:
         problem, x = self.reader.problem, self.reader.x
-        dk = d.dk if d.dp is None or x.p is not None else d.dk + d.dp  # without separate erase keys, p is k
-        keys = [("q", t.q, d.dq), ("k", t.k, dk), ("p", t.p, d.dp)]
+        dp, dv = d.dp, d.dv
+        if t.gated is not None:
+            b, w, v = t.gated
+            db, dw, dp, dv = t.k * dp, v * dv, b * dp, w * dv
+            self._strength("b", segment, db, b, problem.beta_range)
+            self._strength("w", segment, dw, w, 1.0)
+        dp = None if dp is None else dp.sum(2)
+        dk = d.dk if dp is None or x.p is not None else d.dk + dp  # without separate erase keys, p is k, or b . k
+        keys = [("q", t.q, d.dq), ("k", t.k, dk), ("p", t.p, dp)]
         for i, (name, y, dy) in enumerate(keys[: 2 if x.p is None else 3]):
             dy = l2norm_backward(dy, y.squeeze(2), t.norms[i].squeeze(2)) if problem.l2norm else dy
             self._store(name, dy, segment)
-        self._store("v", d.dv, segment)
+        self._store("v", dv, segment)
         if x.beta is not None:
-            self._store("beta", strength_backward(d.db, t.b, problem.beta_range) if problem.raw_beta else d.db, segment)
+            self._strength("beta", segment, d.db, t.b, problem.beta_range)
         if x.g is not None:
             self._store("g", self._gate(segment, d.dg), segment)
 
@@ -100,6 +113,9 @@ class GradientWriter:
         if self.dA_log is not None:
             self.dA_log += dA.sum((0, 3, 4))[..., None, None]
         return da
+
+    def _strength(self, name: str, segment: Segment, db: Tensor, b: Tensor, top: float) -> None:
+        self._store(name, strength_backward(db, b, top) if self.reader.problem.raw_beta else db, segment)
 
     def _store(self, name: str, tile: Tensor, segment: Segment) -> None:
         tile = tile if tile.dim() == 4 else tile.flatten(1, 2)

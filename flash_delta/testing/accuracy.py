@@ -22,7 +22,7 @@ from flash_delta.testing.cases import Member
 # one rounding of the result.
 ALLOWED = {torch.float64: 1e-10, torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_)
-TENSORS = ("q", "k", "v", "g", "beta", "p", "initial_state", "A_log", "dt_bias")
+TENSORS = ("q", "k", "v", "g", "beta", "p", "b", "w", "initial_state", "A_log", "dt_bias")
 
 PIECE = 2**26  # numbers that are compared at a time, since the comparison needs wider copies
 
@@ -113,7 +113,11 @@ def recurrence(
         for name in x.keys() & {"q", "k", "p"}:
             x[name] = x[name] * torch.rsqrt(x[name].square().sum(-1, keepdim=True) + NORM_EPS)
     if options.get("use_beta_sigmoid_in_kernel"):
-        x["beta"] = torch.sigmoid(x["beta"]) * (2 if options.get("allow_neg_eigval") else 1)
+        for name in x.keys() & {"beta", "b", "w"}:
+            x[name] = torch.sigmoid(x[name]) * (2 if options.get("allow_neg_eigval") and name != "w" else 1)
+    if member.channel_strength:
+        w, b = x.pop("w"), x.pop("b")
+        x |= {"v": w * x["v"], "p": b * x["k"].repeat_interleave(b.shape[2] // x["k"].shape[2], 2)}
     if options.get("use_gate_in_kernel"):
         bound, dtype = options.get("lower_bound"), x["g"].dtype
         if member.gate == "scalar":

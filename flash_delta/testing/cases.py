@@ -17,6 +17,7 @@ class Member:
     gate: str  # "none", "scalar", "channel"
     delta: bool = True
     erase_keys: bool = False
+    channel_strength: bool = False  # b and w in place of beta
     options: frozenset[str] = frozenset()  # the options of a case that it takes
 
     @property
@@ -28,14 +29,15 @@ _COMMON = {"state_v_first", "scale"}
 _CHUNK = _COMMON | {"chunk_size", "disable_recompute"}
 _BETA = {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"}
 _GATE = {"use_gate_in_kernel"}
+_KDA = frozenset(_COMMON | _BETA | _GATE | {"lower_bound", "safe_gate"})
 
 MEMBERS = {
     "gdn": Member("chunk_gated_delta_rule", "scalar", options=frozenset(_CHUNK | _BETA | _GATE)),
     "gdn-recurrent": Member("fused_recurrent_gated_delta_rule", "scalar", options=frozenset(_COMMON | _BETA | _GATE)),
-    "kda": Member("chunk_kda", "channel", options=frozenset(_CHUNK | _BETA | _GATE | {"lower_bound", "safe_gate"})),
-    "kda-recurrent": Member(
-        "fused_recurrent_kda", "channel", options=frozenset(_COMMON | _BETA | _GATE | {"lower_bound"})
-    ),
+    "kda": Member("chunk_kda", "channel", options=_KDA | {"chunk_size", "disable_recompute"}),
+    "kda-recurrent": Member("fused_recurrent_kda", "channel", options=_KDA - {"safe_gate"}),
+    "gdn2": Member("chunk_gdn2", "channel", channel_strength=True, options=_KDA | {"chunk_size", "disable_recompute"}),
+    "gdn2-recurrent": Member("fused_recurrent_gdn2", "channel", channel_strength=True, options=_KDA - {"safe_gate"}),
     "delta-rule": Member("chunk_delta_rule", "none", options=frozenset(_CHUNK | _BETA)),
     "comba": Member("chunk_comba", "scalar", erase_keys=True, options=frozenset(_CHUNK | _BETA | _GATE)),
     "simple-gla": Member("chunk_simple_gla", "scalar", delta=False, options=frozenset(_CHUNK)),

@@ -23,13 +23,15 @@ def make_inputs(
         shape = (B, T, HV, K) if member.gate == "channel" else (B, T, HV)
         x |= _gate(case, gen, shape, raw="use_gate_in_kernel" in options)
     if member.delta:
-        x["beta"] = _beta(case, gen, (B, T, HV), raw="use_beta_sigmoid_in_kernel" in options)
+        strengths = {"b": (K,), "w": (V,)} if member.channel_strength else {"beta": ()}
+        raw = "use_beta_sigmoid_in_kernel" in options
+        x |= {name: _beta(case, gen, (B, T, HV, *width), raw) for name, width in strengths.items()}
     N = B if case.lengths is None else len(case.lengths)
     if case.initial_state:
         state = _randn(gen, N, HV, K, V) * (case.floors is None)
         x["initial_state"] = state.mT.contiguous() if options.get("state_v_first") else state
     if case.lengths is not None:
-        for name in x.keys() & {"q", "k", "v", "p", "g", "beta"}:
+        for name in x.keys() & {"q", "k", "v", "p", "g", "beta", "b", "w"}:
             x[name][:, sum(case.lengths) :] = math.nan
         bounds = torch.tensor([0, *case.lengths]).cumsum(0)
         options |= {"cu_seqlens": bounds.to(device), "cu_seqlens_cpu": bounds}

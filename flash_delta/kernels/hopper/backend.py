@@ -53,6 +53,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"it needs a Hopper GPU (sm_90), the tensors are on {problem.device}"
     if problem.recurrent:
         return "it runs sequences chunk by chunk"
+    if problem.channel_strength:
+        return triton.NO_CHANNEL_STRENGTH
     if problem.erase != "decayed" or problem.erase_keys:
         return "it runs the delta rule whose keys erase what they write, from the decayed state"
     if problem.keep_states:

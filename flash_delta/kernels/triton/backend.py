@@ -32,6 +32,7 @@ from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slo
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
 DECODED = "the delta rule with a decay, whose keys erase what they write"
+NO_CHANNEL_STRENGTH = "it has no kernels for a strength per channel (b, w)"
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -42,6 +43,8 @@ def unsupported(problem: Problem) -> str | None:
     if torch.float64 in (problem.dtype, *(() if pools is None else (pools.dtype, pools.write_dtype))):
         pool = "" if pools is None else f", the pool is {pools.write_dtype or pools.dtype}"
         return f"it computes in float32, the tensors are {problem.dtype}{pool}"
+    if problem.channel_strength:
+        return NO_CHANNEL_STRENGTH
     if problem.gate.kind == "channel" and not problem.decodable:
         return "with a decay per channel keys erase what they write, from the decayed state"
     if pools is not None and not problem.decodable:  # prefill decodes its short sequences

@@ -39,6 +39,7 @@ class Options(NamedTuple):
     gate: Form
     erase: Literal["decayed", "undecayed"] | None
     optional_beta: bool = False
+    channel_strength: bool = False
     scale: float | None = None
     chunk_size: int = 64
     recurrent: bool = False
@@ -103,6 +104,15 @@ def as_lower_bound(op: str, value: Any) -> float:
     if bound >= 0:
         refuse(op, "lower_bound", BOUNDS, repr(value))
     return bound
+
+
+def promised_bound(op: str, safe_gate: bool, raw: bool, bound: float | None) -> float | None:
+    """The least log decay that the caller promises with ``safe_gate``, or else the bound itself."""
+    if not as_bool(op, "safe_gate", safe_gate) or bound is not None:
+        return bound
+    if raw:
+        refuse(op, "lower_bound", f"{BOUNDS} with safe_gate and use_gate_in_kernel", "None")
+    return LOWEST_BOUND
 
 
 def as_eps(op: str, name: str, value: Any) -> float:

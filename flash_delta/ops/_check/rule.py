@@ -34,16 +34,20 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         refuse(op, "v", f"a number of heads (axis 2) that is a multiple of q's {H} heads", HV)
     if x.p is not None:
         check_shape(op, "p", x.p, B, T, H, K)
-    if x.beta is not None or not (options.optional_beta or erase is None):
+    if options.channel_strength:
+        check_shape(op, "b", x.b, B, T, HV, K)
+        check_shape(op, "w", x.w, B, T, HV, V)
+    elif x.beta is not None or not (options.optional_beta or erase is None):
         check_shape(op, "beta", x.beta, B, T, HV)
     if kind != "none":
         check_shape(op, "g", x.g, *((B, T, HV, K) if kind == "channel" else (B, T, HV)))
     _check_dtypes_and_devices(op, x)
     refuse_transforms(op, x._fields, x)
     _check_gate(op, x, gate, HV)
-    if options.raw_beta and x.beta is None:
+    strength = x.b if options.channel_strength else x.beta
+    if options.raw_beta and strength is None:
         refuse(op, "beta", f"{wanted((B, T, HV))} with use_beta_sigmoid_in_kernel=True", "None")
-    if options.neg_eigval and x.beta is None:
+    if options.neg_eigval and strength is None:
         refuse(op, "allow_neg_eigval", "None or False without beta, which is then 1", "True")
     N = B if x.cu_seqlens is None else check_cu_seqlens(op, x.cu_seqlens, x.q, "q")
     if is_traced(x.q):  # there are no values yet, and B may be a symbol; the operator reads them when it runs
@@ -57,15 +61,15 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     return Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=x.q.dtype, device=x.q.device, packed=x.cu_seqlens is not None,
         scale=K**-0.5 if scale is None else scale, gate=gate_of(gate, x.g, x.A_log, x.dt_bias),
-        beta_range=2.0 if options.raw_beta and options.neg_eigval else 1.0, most_beta=_most_beta(x, options),
+        beta_range=2.0 if options.raw_beta and options.neg_eigval else 1.0, most_beta=_most_beta(strength, options),
         erase_keys=x.p is not None, lengths=lengths, needs_grad=needs_gradient(x),
         **{name: getattr(options, name) for name in SAME},
     )  # fmt: skip
 
 
-def _most_beta(x: Inputs, options: Options) -> float:
-    """How large beta can be. Of a beta that is given, only the caller can say it."""
-    unknown = options.neg_eigval is None and x.beta is not None and not options.raw_beta
+def _most_beta(strength: Tensor | None, options: Options) -> float:
+    """How large beta, or b, can be. Of one that is given, only the caller can say it."""
+    unknown = options.neg_eigval is None and strength is not None and not options.raw_beta
     return 2.0 if options.neg_eigval or unknown else 1.0
 
 

@@ -25,8 +25,9 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
     if not options.recurrent:
         check_shape(op, "cu_seqlens", x.cu_seqlens, "N + 1")
     p = rule.describe(x, options, None)
-    for name in ("q", "k", "v", "g", "beta"):
-        _check_strides(op, name, getattr(x, name))
+    for name in ("q", "k", "v", "g", "beta", "b", "w"):
+        if (t := getattr(x, name)) is not None:
+            _check_strides(op, name, t)
     check_shape(op, "state_pool", s.state_pool, "slots", *p.state_shape[1:])
     _check_pool(p, "state_pool", s.state_pool)
     if p.recurrent:

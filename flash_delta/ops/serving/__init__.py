@@ -2,6 +2,7 @@
 
 from flash_delta.ops.serving.around import Convolution, OutputNorm
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
+from flash_delta.ops.serving.gdn2 import decode_gdn2, prefill_gdn2
 from flash_delta.ops.serving.memory import workspace_bytes
 from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
 from flash_delta.ops.serving.warmup import warmup
@@ -10,8 +11,10 @@ __all__ = [
     "Convolution",
     "OutputNorm",
     "decode_gated_delta_rule",
+    "decode_gdn2",
     "decode_kda",
     "prefill_gated_delta_rule",
+    "prefill_gdn2",
     "prefill_kda",
     "warmup",
     "workspace_bytes",

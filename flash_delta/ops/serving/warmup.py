@@ -12,11 +12,12 @@ from flash_delta.ops._backend import Explain, Explanation
 from flash_delta.ops._check.options import refuse
 from flash_delta.ops.serving.around import Convolution
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
+from flash_delta.ops.serving.gdn2 import decode_gdn2, prefill_gdn2
 from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
 from flash_delta.problem import Problem
 
-OPS = (decode_gated_delta_rule, decode_kda, prefill_gated_delta_rule, prefill_kda)
-TOKENS, POOLS, VECTORS = ("q", "k", "v", "g", "beta"), ("state_pool", "write_pool"), ("A_log", "dt_bias")
+OPS = (decode_gated_delta_rule, decode_gdn2, decode_kda, prefill_gated_delta_rule, prefill_gdn2, prefill_kda)
+TOKENS, POOLS, VECTORS = ("q", "k", "v", "g", "beta", "b", "w"), ("state_pool", "write_pool"), ("A_log", "dt_bias")
 TABLES = ("write_indices", "parent_idx")  # tensors that may have a column for each token
 
 

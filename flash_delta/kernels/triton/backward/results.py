@@ -23,7 +23,7 @@ class Saved(NamedTuple):
 
 def gradients_of(x: Inputs, made: Iterable[Tensor | None]) -> Inputs:
     """The gradients. ``made``: the same, but those of A_log and dt_bias are float32 sums, per head or per chunk."""
-    d = Inputs._make(made)
+    d = Inputs(*made)
     if x.A_log is not None or x.dt_bias is not None:
         d = d._replace(A_log=summed(d.A_log, x.A_log), dt_bias=summed(d.dt_bias, x.dt_bias))
     return d
