@@ -19,6 +19,7 @@ from flash_delta.layers import (
     Comba,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     KimiDeltaAttention,
     MixerState,
     SimpleGatedLinearAttention,
@@ -27,7 +28,7 @@ from flash_delta.layers import (
 from flash_delta.parallel import ContextParallel, head_tail
 from flash_delta.testing import MEMBERS, Case, make_inputs
 
-TOKENS = ("q", "k", "v", "g", "beta", "p")
+TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
 Fragments = str | tuple[tuple[tuple[int, int], ...], ...] | None
 
 
@@ -72,6 +73,7 @@ ALIKE = {"hidden_size": D, "expand_k": 1, "expand_v": 2, "num_heads": 4}
 SMALL = {
     "gdn": partial(GatedDeltaNet, **GROUPED),
     "kda": partial(KimiDeltaAttention, **GROUPED),
+    "gdn2": partial(GatedDeltaNet2, **GROUPED),
     "comba": partial(Comba, **GROUPED),
     "delta": partial(DeltaNet, **ALIKE, use_beta=False, use_gate=True),
     "gla": partial(SimpleGatedLinearAttention, **ALIKE, num_kv_heads=2, gate_fn="gelu"),

@@ -22,7 +22,7 @@ from flash_delta.integrations.fla.__main__ import main as compare
 from flash_delta.integrations.fla.modules import l2norm
 from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from flash_delta.integrations.fla.modules.causal_conv1d import ops as conv_ops
-from flash_delta.integrations.fla.ops import comba, cp, gated_delta_rule
+from flash_delta.integrations.fla.ops import comba, cp, gated_delta_rule, gdn2
 from flash_delta.integrations.fla.ops.gated_delta_rule import gate as gdn_gate
 from flash_delta.integrations.fla.ops.kda import gate as kda_gate
 from flash_delta.integrations.fla.ops.kda import naive as kda_naive
@@ -95,7 +95,11 @@ def test_documented_paths(path, names):
     documented = {row[0][0] for section in ("Ops", "Gates", "Modules", "Layers") for row in table(section, "function")}
     aliases = {"chunk_gdn", "fused_recurrent_gdn", "fused_chunk_delta_rule", "l2_norm", "FLACPContext"}
     if path == ".ops":
-        members = [group for p, group in PATHS if p.count(".") == 2 and p.startswith(".ops") and p != ".ops.cp"]
+        members = [
+            group
+            for p, group in PATHS
+            if p.count(".") == 2 and p.startswith(".ops") and p not in (".ops.cp", ".ops.gdn2")
+        ]
         names = [name for group in members for name in group if not name.startswith("naive")]
     assert exported == set(names)
     assert exported <= documented | aliases | {"causal_conv1d", "causal_conv1d_update"}
@@ -173,6 +177,11 @@ def test_naive_references(x):
     expected = flash_delta.chunk_kda(**per_channel)
     assert_close(kda_naive.naive_chunk_kda(**per_channel, chunk_size=32), expected)
     assert_close(kda_naive.naive_recurrent_kda(**per_channel), expected)
+    gates = {"b": torch.rand(B, T, HV, K), "w": torch.rand(B, T, HV, V)}
+    of_gates = take(per_channel, "beta") | gates
+    expected = flash_delta.chunk_gdn2(**of_gates)
+    assert_close(gdn2.naive_chunk_gdn2(**of_gates, chunk_size=32), expected)
+    assert_close(gdn2.naive_recurrent_gdn2(**of_gates), expected)
     linear = take(gdn, "beta")
     expected = flash_delta.chunk_simple_gla(**linear)
     assert_close(gla_naive.naive_chunk_simple_gla(**linear, chunk_size=16), expected)
@@ -543,6 +552,7 @@ def test_norms(gated):
 KINDS = {
     "gdn": ("GatedDeltaNet", {"num_v_heads": 4, "conv_bias": True}),
     "gdn-bare": ("GatedDeltaNet", {"use_gate": False, "use_short_conv": False, "allow_neg_eigval": True}),
+    "gdn2": ("GatedDeltaNet2", {"num_v_heads": 4, "expand_v": 2, "allow_neg_eigval": True}),
     "kda": ("KimiDeltaAttention", {"num_v_heads": 4, "expand_v": 2, "safe_gate": True, "lower_bound": -5.0}),
 }
 HEADS = {"hidden_size": 12, "head_dim": 4, "num_heads": 2, "layer_idx": 1}
@@ -586,7 +596,8 @@ def test_layer_continues_from_a_cache(pair):
     parts = [layer(part, past_key_values=cache, use_cache=True)[0] for part in x.split([11, 8, 1], 1)]
     assert_close([torch.cat(parts, 1)], [expected], 1e-10)
     state = cache[1]["recurrent_state"]
-    assert state.shape == (2, layer.num_v_heads, layer.head_v_dim, layer.head_k_dim)
+    widths = (layer.head_v_dim, layer.head_k_dim)
+    assert state.shape == (2, layer.num_v_heads, *(widths if layer.state_v_first else widths[::-1]))
     layer(x, past_key_values=cache)
     assert cache[1]["recurrent_state"] is state
 

@@ -5,7 +5,7 @@ import torch
 from tiny_layers import DELTA_LAYERS, HEADS, LAYERS, D, random
 from torch.nn import functional as F
 
-from flash_delta.layers import Attention, GatedDeltaNet, KimiDeltaAttention, MixerState
+from flash_delta.layers import Attention, GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, MixerState
 from flash_delta.reference.recurrent import recurrent
 
 
@@ -23,10 +23,15 @@ def expected_delta_layer(layer, x):
         return y.unflatten(-1, (count, -1))
 
     q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (heads("q", 2), heads("k", 2)))
-    HV = layer.num_v_heads
+    HV, p = layer.num_v_heads, None
     v = heads("v", HV)
     beta = torch.sigmoid(layer.b_proj(x)) * (2 if layer.allow_neg_eigval else 1)
-    if isinstance(layer, GatedDeltaNet):
+    if isinstance(layer, GatedDeltaNet2):
+        a = (layer.f_proj(x) + layer.dt_bias).unflatten(-1, (2, -1))
+        g, p = -layer.A_log.exp()[:, None] * F.softplus(a), beta.unflatten(-1, (2, -1)) * k
+        g, v, beta = g.repeat_interleave(HV // 2, 2), torch.sigmoid(layer.w_proj(x)).view_as(v) * v, None
+        activation = torch.sigmoid
+    elif isinstance(layer, GatedDeltaNet):
         g = -layer.A_log.exp() * F.softplus(layer.a_proj(x) + layer.dt_bias)
         activation = F.silu
     else:
@@ -34,12 +39,12 @@ def expected_delta_layer(layer, x):
         bound = layer.lower_bound
         g = -A * F.softplus(a) if bound is None else bound * torch.sigmoid(A * a)
         activation = torch.sigmoid
-    o, state = recurrent(q, k, v, g, beta)
+    o, state = recurrent(q, k, v, g, beta, p)
     o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.o_norm.weight
     return layer.o_proj((o * activation(layer.g_proj(x).view_as(o))).flatten(2)), state
 
 
-@pytest.mark.parametrize("name", ["gdn", "gdn-grouped", "kda", "kda-bounded"])
+@pytest.mark.parametrize("name", ["gdn", "gdn-grouped", "kda", "kda-bounded", "gdn2", "gdn2-grouped"])
 def test_delta_layer_equals_its_equations(name):
     torch.manual_seed(0)
     layer, x, state = DELTA_LAYERS[name]().double(), random(2, 70, D), MixerState()
@@ -98,7 +103,25 @@ def test_kda_parameters_are_named_and_shaped_as_in_fla():
     assert shapes(KimiDeltaAttention(**HEADS, num_v_heads=4, expand_v=2)) == SHARED_SHAPES | own
 
 
-@pytest.mark.parametrize(("name", "low", "high"), [("gdn", 0, 16), ("kda", 1, 16), ("kda-bounded", 1, 1)])
+def test_gdn2_parameters_are_named_and_shaped_as_in_fla():
+    own = {
+        "A_log": (2,),
+        "dt_bias": (8,),
+        "b_proj.weight": (8, 12),
+        "w_proj.weight": (32, 12),
+        "f_proj.0.weight": (8, 12),
+        "f_proj.1.weight": (8, 8),
+        "g_proj.0.weight": (8, 12),
+        "g_proj.1.weight": (32, 8),
+        "g_proj.1.bias": (32,),
+    }
+    assert shapes(GatedDeltaNet2(**HEADS, num_v_heads=4, expand_v=2)) == SHARED_SHAPES | own
+
+
+GATES = [("gdn", 0, 16), ("kda", 1, 16), ("kda-bounded", 1, 1), ("gdn2", 1, 16)]
+
+
+@pytest.mark.parametrize(("name", "low", "high"), GATES)
 def test_fresh_gates_start_in_their_ranges(name, low, high):
     layer = DELTA_LAYERS[name]()
     A, dt = layer.A_log.exp(), F.softplus(layer.dt_bias)

@@ -20,7 +20,7 @@ from flash_delta.testing import MEMBERS, Case, assert_accurate, make_inputs, rel
 
 RAW = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
 ALL = (torch.float64, torch.float32, torch.bfloat16)
-KIN = ("delta-rule", "comba", "simple-gla")
+KIN = ("delta-rule", "comba", "simple-gla", "gdn2")
 
 
 def case(name, why, lengths, T=None, **options):
@@ -68,7 +68,8 @@ SPLITS = {
         Split(case("strided", "a group that is not the world", (75,)), ranks=(0, 2, 3)),
         Split(case("kin", "sequences across ranks, other members", (0, 30, 50, 1), T=90), KIN, (30, 1, 40, 19), ALL),
         Split(
-            case("kin-raw", "activations and norms in the op", (100,), options=RAW), members=("comba",), dtypes=ALL[:2],
+            case("kin-raw", "activations and norms in the op", (100,), options=RAW),
+            members=("comba", "gdn2"), dtypes=ALL[:2],
         ),
         Split(
             case("kin-norm", "norms and the sigmoid in the op", (9, 80),
@@ -87,6 +88,7 @@ LAYERS = {
         LayerSplit("layer-gla", "gla-grouped", (9, 12), (15, 6)),
     ],
     4: [
+        LayerSplit("layer-gates", "gdn2-grouped", (9, 12), (5, 10, 6, 0)),
         LayerSplit("layer-zigzag", "kda", (23, 0, 41), None, fragments="sequences"),
         LayerSplit("layer-short-pieces", "gdn-grouped", (12, 9), None, fragments="row"),
         LayerSplit("layer-tiny", "gdn-grouped", (12,), (1, 0, 2, 9)),

@@ -7,6 +7,7 @@ from flash_delta.layers import (
     Comba,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     KimiDeltaAttention,
     SimpleGatedLinearAttention,
 )
@@ -20,6 +21,8 @@ DELTA_LAYERS = {
     "gdn-stepped": lambda: GatedDeltaNet(**HEADS, mode="fused_recurrent"),
     "kda": lambda: KimiDeltaAttention(**HEADS),
     "kda-bounded": lambda: KimiDeltaAttention(**HEADS, num_v_heads=4, expand_v=2, lower_bound=-5.0, safe_gate=True),
+    "gdn2": lambda: GatedDeltaNet2(**HEADS),
+    "gdn2-grouped": lambda: GatedDeltaNet2(**HEADS, num_v_heads=4, expand_v=2, conv_bias=True, allow_neg_eigval=True),
     "delta": lambda: DeltaNet(hidden_size=D, num_heads=2),
     "delta-bare": lambda: DeltaNet(
         "fused_recurrent",

@@ -20,6 +20,7 @@ SIZES = {
 KINDS = {
     "gdn": {"mixer": "gdn"},
     "kda": {"mixer": "kda", "lower_bound": -5.0},
+    "gdn2": {"mixer": "gdn2", "allow_neg_eigval": True},
     "hybrid": {"mixers": ["gdn", "attention", "kda"]},
 }
 

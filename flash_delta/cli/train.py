@@ -32,7 +32,9 @@ def train(
     tokenizer: Annotated[
         str | None, typer.Option(help="A tokenizer's name or folder for transformers; none: bytes.")
     ] = None,
-    mixers: Annotated[str, typer.Option(help="gdn, kda, attention; layers repeat the list.")] = "gdn,kda,gdn,attention",
+    mixers: Annotated[
+        str, typer.Option(help="gdn, kda, gdn2, attention; layers repeat them.")
+    ] = "gdn,kda,gdn,attention",
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
     hidden_size: Annotated[int, typer.Option(help="Width of the model.")] = 128,
     heads: Annotated[int, typer.Option(help="Heads per layer.")] = 4,

@@ -8,10 +8,11 @@ a file of the folder ``fla``.
 FLA = "flash_delta.integrations.fla"
 
 PATHS = {
-    "layers": {"mixers": "Comba DeltaNet GatedDeltaNet KimiDeltaAttention SimpleGatedLinearAttention"},
+    "layers": {"mixers": "Comba DeltaNet GatedDeltaNet GatedDeltaNet2 KimiDeltaAttention SimpleGatedLinearAttention"},
     "layers.comba": {"mixers": "Comba"},
     "layers.delta_net": {"mixers": "DeltaNet", "flash_delta.layers.delta_net": "sum_norm"},
     "layers.gated_deltanet": {"mixers": "GatedDeltaNet"},
+    "layers.gdn2": {"mixers": "GatedDeltaNet2"},
     "layers.kda": {"mixers": "KimiDeltaAttention"},
     "layers.simple_gla": {"mixers": "SimpleGatedLinearAttention"},
     "layers.utils": {
@@ -56,6 +57,10 @@ PATHS = {
     "ops.gated_delta_rule.fused_recurrent": {"calls": "fused_recurrent_gated_delta_rule fused_recurrent_gdn"},
     "ops.gated_delta_rule.gate": {"flash_delta.ops": "fused_gdn_gate naive_gdn_gate"},
     "ops.gated_delta_rule.naive": {"naive": "naive_chunk_gated_delta_rule naive_recurrent_gated_delta_rule"},
+    "ops.gdn2": {"calls": "chunk_gdn2 fused_recurrent_gdn2", "naive": "naive_chunk_gdn2 naive_recurrent_gdn2"},
+    "ops.gdn2.chunk": {"calls": "chunk_gdn2"},
+    "ops.gdn2.fused_recurrent": {"calls": "fused_recurrent_gdn2"},
+    "ops.gdn2.naive": {"naive": "naive_chunk_gdn2 naive_recurrent_gdn2"},
     "ops.kda": {"calls": "chunk_kda fused_recurrent_kda"},
     "ops.kda.chunk": {"calls": "chunk_kda"},
     "ops.kda.fused_recurrent": {"calls": "fused_recurrent_kda"},

@@ -4,7 +4,7 @@ from flash_delta.layers import _fully_shard  # noqa: F401 (so that FSDP2 keeps g
 from flash_delta.layers.attention import Attention
 from flash_delta.layers.comba import Comba
 from flash_delta.layers.delta_net import DeltaNet
-from flash_delta.layers.gated_delta_net import GatedDeltaNet
+from flash_delta.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
 from flash_delta.layers.kimi_delta_attention import KimiDeltaAttention
 from flash_delta.layers.simple_gla import SimpleGatedLinearAttention
 from flash_delta.layers.state import AttentionState, MixerState
@@ -16,6 +16,7 @@ __all__ = [
     "Comba",
     "DeltaNet",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "KimiDeltaAttention",
     "MixerState",
     "SimpleGatedLinearAttention",

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from flash_delta.layers._gate import initial_dt_bias
 from flash_delta.layers._mixer import Mixer
 from flash_delta.layers._plain import Projection, is_plain, let_adjoin, project
+from flash_delta.modules import GatedRMSNorm
 from flash_delta.modules._shards import own_shard, shared
 from flash_delta.modules.norm import ACTIVATIONS
-from flash_delta.ops import fused_gdn_gate
+from flash_delta.ops import fused_gdn_gate, fused_kda_gate
 from flash_delta.ops.mixer import Layout, mix
 
 
@@ -27,9 +28,9 @@ class DeltaMixer(Mixer):
     allow_neg_eigval = False
     gate: str | None = None  # that of `mix`, if this op does what the mixer does
 
-    def _add_gate(self, biases: int) -> None:
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(biases))
+    def _add_gate(self, heads: int, channels: int = 1) -> None:
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads * channels))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -145,3 +146,41 @@ class ScalarGateMixer(DeltaMixer):
     def _log_decay(self, raw: Tensor) -> Tensor:
         dtype = torch.promote_types(raw.dtype, torch.float32)
         return fused_gdn_gate(raw, **self.gate_options(), output_dtype=dtype, backend=self.backend)
+
+
+class ChannelGateMixer(DeltaMixer):
+    """A mixer whose state decays by one number per head, key channel and token. f_proj and g_proj have rank V."""
+
+    safe_gate, lower_bound = False, None
+
+    def _add_parts(self, heads: int, norm_eps: float) -> None:
+        """Adds the gate, which has so many heads, and the gated norm."""
+        self.f_proj = self._low_rank(heads * self.head_k_dim, bias=False)
+        self.g_proj = self._low_rank(self.num_v_heads * self.head_v_dim, bias=True)
+        self._add_gate(heads, self.head_k_dim)
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid", self.backend)
+        self._let_adjoin()
+
+    def _low_rank(self, out_features: int, bias: bool) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Linear(self.hidden_size, self.head_v_dim, bias=False),
+            nn.Linear(self.head_v_dim, out_features, bias=bias),
+        )
+
+    def initial_gate(self) -> tuple[Tensor, Tensor]:
+        """A uniform in (1, 16), or 1 with safe_gate; dt log-uniform in [0.001, 0.1]."""
+        A = torch.ones_like(self.A_log) if self.safe_gate else torch.empty_like(self.A_log).uniform_(1, 16)
+        return A.log(), initial_dt_bias(self.dt_bias)
+
+    def _raw_gate(self, x: Tensor) -> Tensor:
+        return self.f_proj(x).unflatten(-1, (-1, self.head_k_dim))  # [B, T, heads, K]
+
+    def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.o_norm(o, self.g_proj(x).view_as(o))
+
+    def _log_decay(self, raw: Tensor) -> Tensor:
+        dtype = torch.promote_types(raw.dtype, torch.float32)
+        return fused_kda_gate(raw, **self.gate_options(), output_dtype=dtype, backend=self.backend)
+
+    def gate_options(self) -> dict[str, Any]:
+        return super().gate_options() | {"lower_bound": self.lower_bound}

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from flash_delta.layers._delta_mixer import DeltaMixer
-from flash_delta.layers._gate import initial_dt_bias
+from flash_delta.layers._delta_mixer import ChannelGateMixer
 from flash_delta.layers._options import head_widths
-from flash_delta.modules import GatedRMSNorm
-from flash_delta.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
+from flash_delta.ops import chunk_kda, fused_recurrent_kda
 from flash_delta.ops._check.options import as_bool, as_lower_bound
 
 
-class KimiDeltaAttention(DeltaMixer):
+class KimiDeltaAttention(ChannelGateMixer):
     """Kimi Delta Attention (arXiv:2510.26692): a delta rule whose state decays by one number per key channel and token.
 
     Equation, per value head, with l2-normalised q_t, k_t and beta_t = sigmoid(b_proj(x_t))::
@@ -98,39 +94,11 @@ class KimiDeltaAttention(DeltaMixer):
         if safe_gate and lower_bound is None:
             raise ValueError("lower_bound: expected a number in [-5, 0) with safe_gate=True, got None")
         self.safe_gate, self.lower_bound = safe_gate, lower_bound
-        self.f_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_k_dim, bias=False)
-        self.g_proj = self._low_rank(hidden_size, self.num_v_heads * self.head_v_dim, bias=True)
-        self._add_gate(self.num_v_heads * self.head_k_dim)
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid", backend)
-        self._let_adjoin()
-
-    def initial_gate(self) -> tuple[Tensor, Tensor]:
-        """A uniform in (1, 16), or 1 with safe_gate; dt log-uniform in [0.001, 0.1]."""
-        A = torch.ones_like(self.A_log) if self.safe_gate else torch.empty_like(self.A_log).uniform_(1, 16)
-        return A.log(), initial_dt_bias(self.dt_bias)
-
-    def _low_rank(self, in_features: int, out_features: int, bias: bool) -> nn.Sequential:
-        return nn.Sequential(
-            nn.Linear(in_features, self.head_v_dim, bias=False),
-            nn.Linear(self.head_v_dim, out_features, bias=bias),
-        )
+        self._add_parts(self.num_v_heads, norm_eps)
 
     def _projections(self) -> dict[str, nn.Module]:
         tokens = {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
         return tokens | {"beta": self.b_proj, "g": self.f_proj, "z": self.g_proj}
-
-    def _raw_gate(self, x: Tensor) -> Tensor:
-        return self.f_proj(x).unflatten(-1, (-1, self.head_k_dim))  # [B, T, HV, K]
-
-    def _normalize(self, o: Tensor, x: Tensor) -> Tensor:
-        return self.o_norm(o, self.g_proj(x).view_as(o))
-
-    def _log_decay(self, raw: Tensor) -> Tensor:
-        dtype = torch.promote_types(raw.dtype, torch.float32)
-        return fused_kda_gate(raw, **self.gate_options(), output_dtype=dtype, backend=self.backend)
-
-    def gate_options(self) -> dict[str, Any]:
-        return super().gate_options() | {"lower_bound": self.lower_bound}
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return fused_recurrent_kda if recurrent else chunk_kda

@@ -139,7 +139,7 @@ def _pictures(run: Run, model: FlashDeltaForCausalLM, text: torch.Tensor) -> Ite
         )
     if channel:
         yield picture(
-            "How fast the channels of the Kimi Delta Attention heads forget",
+            "How fast the channels of the Kimi Delta Attention and GDN-2 heads forget",
             "Each row is a head, each cell one of its key channels, sorted. A row of many colours keeps memories of "
             "many lengths side by side; a row of one colour would need only one decay per head. The colours reach from "
             "the shortest half-life to the longest, so that none is clipped.",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flash_delta.layers import GatedDeltaNet, KimiDeltaAttention
+from flash_delta.layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
 from flash_delta.models import FlashDeltaCache
 from flash_delta.ops import fused_gdn_gate, fused_kda_gate
 
@@ -32,7 +32,8 @@ def probe(model: PreTrainedModel, tokens: Tensor) -> Probe:
     """Lets the model read tokens [T] once."""
     model.eval()
     mixers = {i: layer.mixer for i, layer in enumerate(model.model.layers)}
-    linear = {i: mixer for i, mixer in mixers.items() if isinstance(mixer, GatedDeltaNet | KimiDeltaAttention)}
+    kinds = GatedDeltaNet | GatedDeltaNet2 | KimiDeltaAttention
+    linear = {i: mixer for i, mixer in mixers.items() if isinstance(mixer, kinds)}
     raw: dict[int, Tensor] = {}
     cache = FlashDeltaCache(model.config)
     hooks = [_gate_projection(mixer).register_forward_hook(_keep(raw, i)) for i, mixer in linear.items()]

@@ -48,7 +48,13 @@ BY_REGISTRY |= set() if fla.__version__ == "0.5.2" else {"fused_recurrent_simple
 
 def theirs(name):
     """The function where users of fla find it, each time: it is bound anew."""
-    for path in ("fla.ops", "fla.ops.gated_delta_rule.gate", "fla.ops.kda.gate", "fla.modules.convolution"):
+    for path in (
+        "fla.ops",
+        "fla.ops.gdn2",
+        "fla.ops.gated_delta_rule.gate",
+        "fla.ops.kda.gate",
+        "fla.modules.convolution",
+    ):
         if hasattr(importlib.import_module(path), name):
             return getattr(importlib.import_module(path), name)
     return fla.modules.FusedRMSNormGated.forward
@@ -78,6 +84,8 @@ def x():
         "g": -torch.rand(B, T, HV),
         "gk": -torch.rand(B, T, HV, K),
         "beta": torch.rand(B, T, HV),
+        "b": torch.rand(B, T, HV, K),
+        "w": torch.rand(B, T, HV, V),
         "initial_state": torch.randn(B, HV, K, V),
     }
 
@@ -96,6 +104,8 @@ RULES = {  # name: what it takes, as the definition has it
     "fused_recurrent_delta_rule": ("q k v beta", {}),
     "chunk_comba": ("q k v p g beta", {"erase": "undecayed"}),
     "fused_recurrent_comba": ("q k p v g beta", {"erase": "undecayed"}),
+    "chunk_gdn2": ("q k v gk b w", {}),
+    "fused_recurrent_gdn2": ("q k v gk b w", {}),
     "chunk_simple_gla": ("q k v g", {"erase": None}),
     "fused_recurrent_simple_gla": ("q k v g", {"erase": None}),
 }
@@ -115,7 +125,10 @@ def test_rules(report, x, name, packed):
         bounds = [0, 33, T * B]
         tensors = {n: t if n == "initial_state" else t.flatten(0, 1)[None] for n, t in tensors.items()}
     truth, given = wide(tensors), {n: t.clone().requires_grad_() for n, t in tensors.items()}
-    expected = recurrent(**{n.replace("gk", "g"): t for n, t in truth.items()}, **options, cu_seqlens=bounds)
+    terms = {n.replace("gk", "g"): t for n, t in truth.items()}
+    if "b" in terms:
+        terms |= {"p": terms.pop("b") * terms["k"].repeat_interleave(HV // H, 2), "v": terms.pop("w") * terms["v"]}
+    expected = recurrent(**terms, **options, cu_seqlens=bounds)
     call = {n.replace("gk", "g"): t for n, t in given.items()}
     call["cu_seqlens"] = None if bounds is None else torch.tensor(bounds)
     found = theirs(name)(**call, output_final_state=True)
@@ -132,6 +145,7 @@ def test_rules(report, x, name, packed):
 NAIVE = {
     "chunk_gated_delta_rule": ("gated_delta_rule", "naive_recurrent_gated_delta_rule"),
     "chunk_kda": ("kda", "naive_recurrent_kda"),
+    "chunk_gdn2": ("gdn2", "naive_recurrent_gdn2"),
     "chunk_simple_gla": ("simple_gla", "naive_recurrent_simple_gla"),
 }
 
@@ -188,6 +202,7 @@ def test_gates_in_the_op(report, x):
 
 LAYERS = {
     "GatedDeltaNet": {"head_dim": 16, "expand_v": 1, "num_v_heads": 4},
+    "GatedDeltaNet2": {"head_dim": 16, "expand_v": 1, "num_v_heads": 4},
     "KimiDeltaAttention": {"head_dim": 16, "expand_v": 1, "num_v_heads": 4},
     "DeltaNet": {},
     "Comba": {"head_dim": 16},
@@ -273,7 +288,7 @@ def test_a_layer_mixes(report, name, monkeypatch):
     hook.remove()
 
 
-@pytest.mark.parametrize("name", ["GatedDeltaNet", "KimiDeltaAttention", "DeltaNet"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "Comba"])
 def test_layers_decode(report, name):
     from fla.models.utils import Cache
 

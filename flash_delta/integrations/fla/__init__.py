@@ -24,6 +24,7 @@ from flash_delta.integrations.fla.mixers import (
     Comba,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     KimiDeltaAttention,
     SimpleGatedLinearAttention,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "Comba",
     "DeltaNet",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "KimiDeltaAttention",
     "SimpleGatedLinearAttention",
     "install",

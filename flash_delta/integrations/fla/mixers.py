@@ -115,6 +115,12 @@ class GatedDeltaNet(FlaForward, layers.GatedDeltaNet):
     """:class:`flash_delta.layers.GatedDeltaNet`, called as fla's is; the constructor has the same arguments."""
 
 
+class GatedDeltaNet2(FlaForward, layers.GatedDeltaNet2):
+    """:class:`flash_delta.layers.GatedDeltaNet2`, called as fla's is; the constructor has the same arguments."""
+
+    state_v_first = False
+
+
 class KimiDeltaAttention(FlaForward, layers.KimiDeltaAttention):
     """:class:`flash_delta.layers.KimiDeltaAttention`, called as fla's is; the constructor has the same arguments."""
 

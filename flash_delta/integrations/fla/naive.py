@@ -10,9 +10,11 @@ from flash_delta.ops import (
     chunk_comba,
     chunk_delta_rule,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_kda,
     chunk_simple_gla,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
     fused_recurrent_kda,
 )
 from flash_delta.ops._check.options import refuse
@@ -82,6 +84,41 @@ def naive_chunk_kda(
     """:func:`flash_delta.chunk_kda` in float32 on the torch backend."""
     q, k, v = (x.float() for x in (q, k, v))
     return chunk_kda(q, k, v, g, beta, scale, initial_state, output_final_state, chunk_size=chunk_size, backend="torch")
+
+
+def naive_recurrent_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`flash_delta.fused_recurrent_gdn2` in float32 on the torch backend; o has v's dtype."""
+    x = [x.float() for x in (q, k, v)]
+    o, S = fused_recurrent_gdn2(*x, g, b, w, None, None, scale, initial_state, output_final_state, backend="torch")
+    return o.to(v.dtype), S
+
+
+def naive_chunk_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`flash_delta.chunk_gdn2` in float32 on the torch backend; o has v's dtype."""
+    x = [x.float() for x in (q, k, v)]
+    o, S = chunk_gdn2(*x, g, b, w, scale, initial_state, output_final_state, chunk_size=chunk_size, backend="torch")
+    return o.to(v.dtype), S
 
 
 def naive_recurrent_comba(

@@ -33,6 +33,7 @@ FUNCTIONS = {  # classes that trainers register with frameworks: the classes tha
     "modules.norm.fused_norm_gate": {"LayerNormGatedFunction": Elementwise},
     "ops.gated_delta_rule.chunk": {"ChunkGatedDeltaRuleFunction": DeltaRule},
     "ops.gated_delta_rule.fused_recurrent": {"FusedRecurrentFunction": DeltaRule},
+    "ops.gdn2.chunk": {"ChunkGDN2Function": DeltaRule},
     "ops.kda.chunk": {"ChunkKDAFunction": DeltaRule},
 }
 

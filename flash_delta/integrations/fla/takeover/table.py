@@ -12,11 +12,13 @@ from flash_delta.integrations.fla.calls import (
     chunk_comba,
     chunk_delta_rule,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_kda,
     chunk_simple_gla,
     fused_recurrent_comba,
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
     fused_recurrent_kda,
     fused_recurrent_simple_gla,
 )
@@ -49,12 +51,13 @@ def _left_to_torch(backend: str, device: torch.device, reasons: Mapping[str, str
     return f"only PyTorch's operations could run it{': ' if why else ''}{why}"
 
 
-def _kda(op: Callable[..., Any]) -> Refusal:
+def _channels(op: Callable[..., Any], *sizes: int) -> Refusal:
+    """``sizes``: those of chunks that fla takes. Ours take 16, 32 and 64."""
     rule = _rule(op)
 
     def refusal(**arguments: Any) -> str | None:
-        if arguments.get("chunk_size", 64) not in (32, 64):  # ours take 16, too
-            return f"chunk_size: expected 32 or 64, got {arguments['chunk_size']}"
+        if arguments.get("chunk_size", 64) not in sizes:
+            return f"chunk_size: expected {' or '.join(map(str, sizes))}, got {arguments['chunk_size']}"
         read = arguments.get("use_gate_in_kernel") or arguments.get("safe_gate")
         if arguments.get("lower_bound") is not None and not read:
             return "lower_bound: fla does not read it here, and ours bounds the log decays"
@@ -177,7 +180,7 @@ def _alone(a: SimpleNamespace) -> str | None:
 
 CHUNKED = ("chunk_size", "A_log", "dt_bias", "transpose_state_layout")
 OLD = ("transpose_state_layout",)
-GDN, KDA = "ops.gated_delta_rule", "ops.kda"
+GDN, GDN2, KDA = "ops.gated_delta_rule", "ops.gdn2", "ops.kda"
 CONVOLUTION = "modules.causal_conv1d.ops"
 TABLE = (
     Taken(
@@ -196,8 +199,10 @@ TABLE = (
     Taken(chunk_gated_delta_rule_fwd, _one_pass, (f"{GDN}.chunk",)),
     Taken(chunk_gated_delta_rule_bwd, _one_pass, (f"{GDN}.chunk",)),
     Taken(fused_gdn_gate, _gdn_gate, (f"{GDN}.gate",)),
-    Taken(chunk_kda, _kda(chunk_kda), (f"{KDA}.chunk",), "kda", CHUNKED),
-    Taken(fused_recurrent_kda, _kda(fused_recurrent_kda), (f"{KDA}.fused_recurrent",), keywords=OLD),
+    Taken(chunk_kda, _channels(chunk_kda, 32, 64), (f"{KDA}.chunk",), "kda", CHUNKED),
+    Taken(fused_recurrent_kda, _channels(fused_recurrent_kda, 64), (f"{KDA}.fused_recurrent",), keywords=OLD),
+    Taken(chunk_gdn2, _channels(chunk_gdn2, 64), (f"{GDN2}.chunk",), keywords=CHUNKED),
+    Taken(fused_recurrent_gdn2, _channels(fused_recurrent_gdn2, 64), (f"{GDN2}.fused_recurrent",), keywords=OLD),
     Taken(fused_kda_gate, _kda_gate, (f"{KDA}.gate",), "kda"),
     Taken(chunk_delta_rule, _rule(chunk_delta_rule), ("ops.delta_rule.chunk",), keywords=("chunk_size",)),
     Taken(fused_recurrent_delta_rule, _without_decay, ("ops.delta_rule.fused_recurrent",)),

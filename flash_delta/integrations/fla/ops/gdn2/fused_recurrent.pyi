@@ -1,0 +1,1 @@
+from flash_delta.integrations.fla.calls import fused_recurrent_gdn2 as fused_recurrent_gdn2
