@@ -10,6 +10,7 @@ from flash_delta.ops import chunk_simple_gla as chunk_simple_gla
 from flash_delta.ops import decode_gated_delta_rule as decode_gated_delta_rule
 from flash_delta.ops import decode_gdn2 as decode_gdn2
 from flash_delta.ops import decode_kda as decode_kda
+from flash_delta.ops import erase_norm as erase_norm
 from flash_delta.ops import explain as explain
 from flash_delta.ops import forbid_compilation as forbid_compilation
 from flash_delta.ops import fused_gdn_gate as fused_gdn_gate

@@ -166,6 +166,23 @@ def test_two_keys_in_turn_that_let_the_state_grow(most, angles, growth):
     assert all(t.isfinite().all() for t in chunk_gdn2(**half, output_final_state=True))
 
 
+@pytest.mark.parametrize("most", [1.0, 2.0])
+def test_how_far_an_erase_stretches_a_state(most):
+    x = draw(T=30, most=most)
+    k = x["k"] * torch.rand_like(x["k"][..., :1]) * 2  # of any length
+    k[0, 0] = 0
+    unit = torch.eye(k.shape[3], dtype=torch.float64)
+    keys = k.repeat_interleave(2, 2)
+    want = torch.linalg.matrix_norm(unit - keys[..., None] * (x["b"] * keys)[..., None, :], 2)
+    assert_accurate("norm", flash_delta.erase_norm(k, x["b"]), want, torch.float64)
+    assert flash_delta.erase_norm(x["k"], x["b"]).max() <= (2.0 if most == 2.0 else 4 / 3) ** 0.5 + 1e-9
+    half = flash_delta.erase_norm(k.bfloat16(), x["b"].bfloat16())
+    assert half.dtype == torch.float32
+    assert relative_error(half, want) < 1e-2
+    with pytest.raises(ValueError, match=r"erase_norm: expected k .* and b .*, got "):
+        flash_delta.erase_norm(k, x["b"][:, :, :3])
+
+
 def test_saturated_gates_have_finite_gradients():
     """A bounded gate with a rate of e^80: 0 times infinity would be NaN."""
     x = draw(B=1, T=20, dtype=torch.float32) | {"A_log": torch.full((4,), 80.0), "dt_bias": torch.randn(32)}

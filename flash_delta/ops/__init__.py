@@ -16,7 +16,7 @@ from flash_delta.ops.gate import (
     naive_kda_lowerbound_gate,
 )
 from flash_delta.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from flash_delta.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
+from flash_delta.ops.gdn2 import chunk_gdn2, erase_norm, fused_recurrent_gdn2
 from flash_delta.ops.kda import chunk_kda, fused_recurrent_kda
 from flash_delta.ops.mixer import Layout, Place, mix
 from flash_delta.ops.serving import (
@@ -42,6 +42,7 @@ __all__ = [
     "decode_gated_delta_rule",
     "decode_gdn2",
     "decode_kda",
+    "erase_norm",
     "explain",
     "forbid_compilation",
     "fused_gdn_gate",
