@@ -123,13 +123,13 @@ def changed(path, **contents):
 
 def refused_by_the_driver(path):
     """Other code under its own name."""
-    from hashlib import sha256
+    from flash_delta.kernels.runtime.pack import hash_of
 
     with zipfile.ZipFile(path) as file:
         said = json.loads(file.read("pack.json"))
     code = b"?"
     for row in said["kernels"].values():
-        row[-1] = "1", 0, len(code), sha256(code).hexdigest()
+        row[-1] = "1", 0, len(code), hash_of(code)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("pack.json", json.dumps(said))
         file.writestr("1", code)

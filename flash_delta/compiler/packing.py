@@ -3,7 +3,6 @@
 Calls run on a pretended GPU, which notes what they would compile. Triton compiles it for the target then.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -87,8 +86,9 @@ def compile_for(target: str, steps: dict[str, Step]) -> dict[str, Any]:
 def write_pack(folder: Path, target: str, label: str, compiled: dict[str, Any]) -> Path:
     """Writes a pack of kernels that Triton has compiled.
 
-    Code compresses to half the size beside code of the same function, and a process unpacks all of a file to get one
-    kernel. So a file has up to `BESIDE` kernels of a function, those of similar size.
+    Code compresses to half the size beside code of the same function. To get a kernel, a process unpacks the file up to
+    its end. So a file has up to `BESIDE` kernels of a function, those of similar size. The table, which every process
+    reads, is compressed for fast reading.
     """
     path, files, places = folder / pack.file_name(target.removesuffix("a"), f"-{label}"), [], {}
     facts = {key: cuda_driver.facts_of(kernel) for key, kernel in compiled.items()}
@@ -98,11 +98,12 @@ def write_pack(folder: Path, target: str, label: str, compiled: dict[str, Any]) 
         for first in range(0, len(group), BESIDE):
             files.append(b"")
             for _, size, code in group[first : first + BESIDE]:
-                places[code] = str(len(files)), len(files[-1]), size, hashlib.sha256(code).hexdigest()
+                places[code] = str(len(files)), len(files[-1]), size, pack.hash_of(code)
                 files[-1] += code
     kernels = {key: pack.row_of(facts[key], places[kernel.kernel]) for key, kernel in compiled.items()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
-        file.writestr("pack.json", json.dumps({"identity": pack.identity(), "kernels": kernels}))
+        said = json.dumps({"identity": pack.identity(), "kernels": kernels}, separators=(",", ":"))
+        file.writestr("pack.json", said, zipfile.ZIP_DEFLATED, 9)
         for number, contents in enumerate(files, 1):
             file.writestr(str(number), contents)
     return path
