@@ -28,11 +28,11 @@ KINDS = {  # of gate: op, and how it is called
     "kda-bounded": (flash_delta.decode_kda, RAW | {"lower_bound": -5.0, "allow_neg_eigval": True}),
 }
 
-OF_TORCH = {  # the same, of a member that no kernels serve
+OF_GATES = {  # the same, with gates b and w in place of beta; fewer tests run these
     "gdn2": (flash_delta.decode_gdn2, {}),
     "gdn2-raw": (flash_delta.decode_gdn2, RAW | {"allow_neg_eigval": True}),
 }
-CALLS = KINDS | OF_TORCH
+CALLS = KINDS | OF_GATES
 
 
 def make_call(
@@ -42,7 +42,7 @@ def make_call(
     """Keyword arguments of a call whose rows read the first slots and write nowhere."""
     gen = torch.Generator().manual_seed(seed)
     options, channels = CALLS[kind][1], (K,) if kind.startswith(("kda", "gdn2")) else ()
-    strengths = {"b": (K,), "w": (V,)} if kind in OF_TORCH else {"beta": ()}
+    strengths = {"b": (K,), "w": (V,)} if kind in OF_GATES else {"beta": ()}
 
     def randn(*shape):
         return torch.randn(*shape, generator=gen)
@@ -134,7 +134,7 @@ def truth(kind, x):
 def activated(kind, x):
     """q, k, v, g and beta in float64, by the definitions; with b and w also the erase keys."""
     q, k, v, g = (x[name].double().cpu() for name in ("q", "k", "v", "g"))
-    beta, w = (x[name].double().cpu() for name in (("b", "w") if kind in OF_TORCH else ("beta", "beta")))
+    beta, w = (x[name].double().cpu() for name in (("b", "w") if kind in OF_GATES else ("beta", "beta")))
     if CALLS[kind][1]:
         q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + NORM_EPS) for y in (q, k))
         beta, w = torch.sigmoid(beta) * (2 if x.get("allow_neg_eigval") else 1), torch.sigmoid(w)
@@ -145,7 +145,7 @@ def activated(kind, x):
             g = naive_kda_gate(g, A_log, dt_bias, torch.float64)
         else:
             g = naive_kda_lowerbound_gate(g, A_log, dt_bias, x["lower_bound"], torch.float64)
-    if kind in OF_TORCH:
+    if kind in OF_GATES:
         return q, k, w * v, g, torch.ones_like(g[..., 0]), beta * k.repeat_interleave(v.shape[2] // k.shape[2], 2)
     return q, k, v, g, beta
 

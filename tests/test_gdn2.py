@@ -7,7 +7,7 @@ import torch
 from prefill_truth import check as check_prefill
 from prefill_truth import make_prefill
 from prompt_truth import check_prompts, make_prompts
-from serving_truth import make_call, slots
+from serving_truth import make_call, needs_triton, slots
 from test_serving import check as check_decode
 from test_serving_step import check as check_step
 from test_serving_step import make_step
@@ -18,6 +18,7 @@ from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing import assert_accurate, relative_error
 
 OPS = pytest.mark.parametrize("op", [chunk_gdn2, fused_recurrent_gdn2], ids=lambda op: op.__name__)
+BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
 PACKED = (0, 1, 63, 0, 64, 65, 7, 0)
 
 
@@ -193,52 +194,57 @@ def test_saturated_gates_have_finite_gradients():
         assert t.isfinite().all(), name
 
 
-def test_other_backends_refuse_it():
+def test_hopper_refuses_it():
     x = draw(B=1, T=5, dtype=torch.float32)
     assert explain(chunk_gdn2, **x).backend == "torch"
-    for name in ("triton", "hopper"):
-        with pytest.raises(ValueError, match=f"chunk_gdn2: backend '{name}' cannot run this: "):
-            chunk_gdn2(**x, backend=name)
+    with pytest.raises(ValueError, match="chunk_gdn2: backend 'hopper' cannot run this: "):
+        chunk_gdn2(**x, backend="hopper")
     serving = {name: t.to("meta") if torch.is_tensor(t) else t for name, t in make_call("gdn2").items()}
     with pytest.raises(ValueError, match="decode_gdn2: no backend can run this"):
         flash_delta.decode_gdn2(**serving)
 
 
+@BACKENDS
 @pytest.mark.parametrize("v_first", [True, False], ids=["v-first", "k-first"])
 @pytest.mark.parametrize("kind", ["gdn2", "gdn2-raw"])
-def test_decoding(kind, v_first):
+def test_decoding(kind, v_first, backend):
     """Drafts whose states are all kept, a last state alone, a tree."""
     x = make_call(kind, H=2, HV=4, v_first=v_first)
-    check_decode(kind, x | {"write_indices": slots([3, 1], x), "scale": 0.3}, "torch")
+    check_decode(kind, x | {"write_indices": slots([3, 1], x), "scale": 0.3}, backend)
     x["write_indices"] = slots([[3, 4, 5], [1, 8, 6]], x)
-    check_decode(kind, x, "torch")
-    check_decode(kind, x | {"parent_idx": slots([[-1, 0, 0], [-1, -1, 1]], x)}, "torch")
+    check_decode(kind, x, backend)
+    check_decode(kind, x | {"parent_idx": slots([[-1, 0, 0], [-1, -1, 1]], x)}, backend)
 
 
+@BACKENDS
 @pytest.mark.parametrize("kind", ["gdn2", "gdn2-raw"])
-def test_a_layer_around_decoding(kind):
+def test_a_layer_around_decoding(kind, backend):
     x, conv = make_step(kind, H=2, HV=4)
-    check_step(kind, x | {"write_indices": slots([[0, 4, 5], [1, 8, 6]], x)}, conv, "torch")
+    check_step(kind, x | {"write_indices": slots([[0, 4, 5], [1, 8, 6]], x)}, conv, backend)
 
 
+@BACKENDS
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("kind", ["gdn2", "gdn2-raw"])
-def test_prompts(kind, invariant):
-    x = make_prefill(kind, (70, 0, 3, 130), dtype=torch.float64, pool=torch.float64) | {"batch_invariant": invariant}
+def test_prompts(kind, invariant, backend):
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    x = make_prefill(kind, (70, 0, 3, 130), dtype=dtype, pool=dtype) | {"batch_invariant": invariant}
     every = {"checkpoint_every": 64, "checkpoint_indices": slots([[9, -1], [-1, -1], [-1, -1], [8, -1]], x)}
-    check_prefill(kind, x | every, "torch")
+    check_prefill(kind, x | every, backend)
     x = make_prompts(kind, (70, 1, 0, 20), H=2, HV=4) | {"batch_invariant": invariant}
-    check_prompts(kind, x, "torch")
+    check_prompts(kind, x, backend)
 
 
-def test_decoding_continues_a_short_prompt_bit_by_bit():
+@BACKENDS
+def test_decoding_continues_a_short_prompt_bit_by_bit(backend):
     """Both give the bits of one call of the recurrent op."""
     x = make_call("gdn2", B=1, T=9)
     tokens = {name: x[name] for name in ("q", "k", "v", "g", "b", "w")}
     S = x["state_pool"].mT[:1].contiguous()
-    want, state = fused_recurrent_gdn2(**tokens, initial_state=S, output_final_state=True)
+    want, state = fused_recurrent_gdn2(**tokens, initial_state=S, output_final_state=True, backend=backend)
     pool, o = x["state_pool"].clone(), []
     at = {"state_pool": pool, "read_indices": slots([0], x), "write_indices": slots([0], x), "state_v_first": True}
+    at["backend"] = backend
     first = {name: t[:, :5] for name, t in tokens.items()}
     o.append(flash_delta.prefill_gdn2(**first, **at, cu_seqlens=slots([0, 5], x)))
     o += [flash_delta.decode_gdn2(**{n: y[:, t : t + 1] for n, y in tokens.items()}, **at) for t in range(5, 9)]

@@ -28,7 +28,7 @@ ROWS = Case("", "", B=2, T=200, H=1, HV=2)
 ROW = replace(ROWS, B=1, HV=1)  # the interpreter takes seconds for each head
 CELLS = {
     "gdn-packed": ("gdn", PACKED, 1, torch.float32),
-    **{f"{member}-packed": (member, replace(PACKED, HV=1), 1, torch.float32) for member in ("kda", "comba")},
+    **{f"{member}-packed": (member, replace(PACKED, HV=1), 1, torch.float32) for member in ("kda", "comba", "gdn2")},
     "delta-rule-rows": ("delta-rule", ROWS, 2, torch.float32),
     "simple-gla-rows": ("simple-gla", ROWS, 2, torch.float32),
     "strong-decay": ("gdn", replace(ROW, decay="strong"), 1, torch.float32),
@@ -42,6 +42,8 @@ CELLS = {
 GRADIENTS = {
     "gdn-packed": ("gdn", replace(PACKED, HV=1), 1, torch.float32),
     "kda-packed": ("kda", replace(PACKED, HV=1), 1, torch.float32),
+    "gdn2-packed": ("gdn2", replace(PACKED, HV=1), 1, torch.float32),
+    "gdn2-left-by-forward": ("gdn2", replace(ROW, T=130, options={"disable_recompute": True}), 1, torch.float32),
     "comba-rows": ("comba", replace(ROW, T=130), 1, torch.float32),
     "two-chunks": ("gdn", replace(ROW, T=330), 2, torch.float32),
     "v-first": ("simple-gla", replace(ROW, T=130, options={"state_v_first": True}), 1, torch.float32),

@@ -49,8 +49,8 @@ def chunk_gdn2(
         S_t = \tilde S_t + k_t \left(w_t \odot v_t - \tilde S_t^\top (b_t \odot k_t)\right)^\top, \qquad
         o_t = \text{scale} \cdot S_t^\top q_t
 
-    If b and w are one number beta, it is :func:`flash_delta.chunk_kda`. All other arguments mean the same as there. So
-    far only the torch backend runs it.
+    If b and w are one number beta, it is :func:`flash_delta.chunk_kda`. All other arguments mean the same as there.
+    No hand-written Hopper kernels run it.
 
     Args:
         q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.

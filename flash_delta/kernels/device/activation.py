@@ -11,6 +11,23 @@ def strength(z, top):
 
 
 @triton.jit
+def strength_of(z, top, RAW: tl.constexpr):
+    """A strength in float32, from its logit if it is RAW."""
+    z = z.to(tl.float32)
+    if RAW:
+        z = strength(z, top)
+    return z
+
+
+@triton.jit
+def strength_backward(d, b, top, RAW: tl.constexpr):
+    """The gradient of what `strength_of` took, from the gradient of its result b."""
+    if RAW:
+        d *= b * (1.0 - b / top)
+    return d
+
+
+@triton.jit
 def spread(x):
     """Returns the same vector with one element per thread. After a reduction every thread has the elements of a whole
     row, and the compiler would keep this layout. A gather gives up the layout."""

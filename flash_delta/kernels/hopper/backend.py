@@ -54,7 +54,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.recurrent:
         return "it runs sequences chunk by chunk"
     if problem.channel_strength:
-        return triton.NO_CHANNEL_STRENGTH
+        return "it has no kernels for a strength per channel (b, w)"
     if problem.erase != "decayed" or problem.erase_keys:
         return "it runs the delta rule whose keys erase what they write, from the decayed state"
     if problem.keep_states:

@@ -65,6 +65,7 @@ def _of_problem(p: Problem, chip: Chip, x: Inputs) -> dict[str, Any]:
         "H": p.H, "HV": p.HV, "group": p.HV // p.H, "GROUP": p.HV // p.H, "K": p.K, "BK": block(p.K), "V": p.V, "C": C,
         "PACKED": p.packed, "HAS_BETA": x.beta is not None, "RAW_BETA": p.raw_beta, "NORM": p.l2norm,
         "ERASE": p.erase is not None, "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None,
+        "STRENGTH": p.channel_strength,
         "PRECISION": precision(p.dtype, chip), "OVERLAP": overlaps(p, chip), "SHORT": short(p), "WIDTH": p.K,
         "V_FIRST": p.state_v_first, "REFLECTS": p.most_beta > 1, **p.gate.constants(),
     }  # fmt: skip
@@ -85,6 +86,11 @@ def columns(p: Problem, t: Tile) -> int:
 def block(width: int) -> int:
     """The width of the tile for a head's width: a power of two that products can take."""
     return max(16, next_power_of_2(width))
+
+
+def strides_if(t: Layout | None) -> tuple[Any, ...] | None:
+    """Returns `strides`, or None without a tensor."""
+    return None if t is None else strides(t)
 
 
 UNITS = {unit: tl.constexpr(unit) for unit in (1, 2, 4, 8, 16)}

@@ -2,8 +2,8 @@
 
 ``solve`` and ``factor`` turn every chunk into a map of the state (A, then X and Y), all chunks at once. ``scan`` scans
 the state through the chunks. With a decay per channel, ``channel`` computes everything that depends on the decay, and
-``factor`` is not needed. If the caller wants the states at the chunks' starts, ``scan`` writes the same tensors as for
-the backward pass.
+``factor`` is not needed. With a strength per channel (GDN-2) the same kernels take two gates, b and w, in place of
+beta. If the caller wants the states at the chunks' starts, ``scan`` writes the same tensors as for the backward pass.
 
 The forward pass saves the results of ``solve``, and with ``disable_recompute`` everything. The backward pass runs
 ``factor`` (or ``channel``) again. Then one launch runs ``scan`` for the states and, beside it, ``scan_backward`` from
@@ -32,7 +32,6 @@ from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slo
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
 DECODED = "the delta rule with a decay, whose keys erase what they write"
-NO_CHANNEL_STRENGTH = "it has no kernels for a strength per channel (b, w)"
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -43,8 +42,8 @@ def unsupported(problem: Problem) -> str | None:
     if torch.float64 in (problem.dtype, *(() if pools is None else (pools.dtype, pools.write_dtype))):
         pool = "" if pools is None else f", the pool is {pools.write_dtype or pools.dtype}"
         return f"it computes in float32, the tensors are {problem.dtype}{pool}"
-    if problem.channel_strength:
-        return NO_CHANNEL_STRENGTH
+    if problem.channel_strength and problem.gate.kind != "channel":
+        return "a strength per channel (b, w) comes with a decay per channel"
     if problem.gate.kind == "channel" and not problem.decodable:
         return "with a decay per channel keys erase what they write, from the decayed state"
     if pools is not None and not problem.decodable:  # prefill decodes its short sequences
@@ -120,7 +119,7 @@ def backward(
     """
     after = OutputGradients(do, dfinal), Saved(*saved or (None,))
     made = run(passes_back.plan.plan_backward, p, x, after=after, choose=plan_back, known=known)
-    return gradients_of(x, (*made, None))
+    return gradients_of(x, made)
 
 
 def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | None = None) -> Tensor:
@@ -168,6 +167,8 @@ def workspace_bytes(p: Problem, x: Inputs, s: Slots, around: Around) -> int:
     if p.recurrent:
         return serving.rows.plan_decode(p, chip, *groups).workspace_bytes
     rule = serving.prompts.with_convolved(groups[0], serving.prompts.make_convolved(Making(), p))
+    if p.channel_strength:
+        rule = rule._replace(v=passes.values.values_of(Making(), p))
     return serving.prefill.plan_prefill(p, chip, *groups).workspace_bytes + scratch_bytes(p, rule, chip)
 
 

@@ -54,6 +54,11 @@ DECODINGS = {  # every tile once, then every other flag that the kernel's code d
     "decode-kda-128-bounded": Decoding(BOUNDED),
     "decode-kda-128-bounded-k-first": Decoding(BOUNDED, v_first=False),
     "decode-kda-128-bounded-k-first-bfloat16": Decoding(BOUNDED, torch.bfloat16, v_first=False),
+    "decode-gdn2-128": Decoding(CHUNKS["gdn2-128"]),
+    "decode-gdn2-128-bounded": Decoding(CHUNKS["gdn2-128-bounded"]),
+    "decode-gdn2-128-bounded-draft-k-first-bfloat16": Decoding(
+        CHUNKS["gdn2-128-bounded"], torch.bfloat16, v_first=False, tokens=4
+    ),
     "decode-gdn-128-apart": Decoding(apart=True),
     "decode-kda-128-raw-apart": Decoding(CHUNKS["kda-128-raw"], v_first=False, apart=True),
     "decode-gdn-128-whole": Decoding(whole=True),
@@ -98,6 +103,7 @@ PREFILLS = {  # every tile once, then every other flag that the kernels' code de
     "prefill-kda-128": Prefilling(CHUNKS["kda-128"]),
     "prefill-kda-128-k-first-bfloat16": Prefilling(BOUNDED, torch.bfloat16, v_first=False),
     "prefill-gdn-128-offsets": Prefilling(RuleCase(raw=True), offsets=True),
+    "prefill-gdn2-128-offsets": Prefilling(CHUNKS["gdn2-128-bounded"], offsets=True),
     "prefill-kda-128-offsets-k-first-bfloat16": Prefilling(BOUNDED, torch.bfloat16, v_first=False, offsets=True),
 }
 
@@ -106,8 +112,9 @@ def call_decode(case: Decoding, choice: Tile | None = None, *, counted: bool = T
     N, T, new = 2, case.tokens, partial(torch.empty, device="meta")
     B, cu_seqlens = (1, new(N + 1, dtype=torch.int32)) if case.packed else (N, None)
     p, x = problem_of(case.model._replace(tokens=T))
-    tokens = (None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in x[:5])
-    x = Inputs(*tokens, A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=cu_seqlens)
+    tokens = (None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in (*x[:5], x.b, x.w))
+    *tokens, b, w = tokens
+    x = Inputs(*tokens, b=b, w=w, A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=cu_seqlens)
     pools = Pools(dtype=case.dtype, write_dtype=case.write, most_tokens=T if case.packed else 0)
     around, D = Around(), 2 * p.H * p.K + p.HV * p.V
     if case.whole:

@@ -142,11 +142,12 @@ def _found(p: Problem) -> str:
     return ", and finds the gradients of chunks: " + reason if reason else ""
 
 
-def _prepare_again(c: Draft, memory: dict[type, Any], saved: bool) -> None:
+def _prepare_again(c: Draft, memory: dict[type, Any], saved: bool) -> Draft:
     """Launches `prepare` for the backward pass. If A has been ``saved``, it is not written."""
     channels, solved = memory[Channels], memory[Solved]
     out = _prepared(channels, solved)
     run_prepare(c, out._replace(A=None) if saved else out, None, channels.L, solved)
+    return c
 
 
 def _prepared(channels: Channels, solved: Solved) -> Prepared:

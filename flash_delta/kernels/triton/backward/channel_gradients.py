@@ -5,6 +5,8 @@
     dk = e^{G_C - G} . (U dS1^T) + sum over i >= j of e^{G_i - G_j} . (dP_ij q_i + dL_ij k_i)      (and dp, as p is k)
     dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write after the chunk
 
+With a strength per channel p = b . k of a value head: rows have p in place of k, dk gets b . dp, and db = k . dp.
+
 `pairs` has written dPD and taken, which are the gradients of q_i . k_j and of p_i . k_j (with opposite sign), including
 norms. It has also written the products with states. So q and k are multiplied as they are in memory. With a norm
 y = r x, the accumulated gradient is z = r dy (see gradients.py).
@@ -26,6 +28,7 @@ Grid (slots K / W, HV). dq and dk are of one value head: `key_head_gradients` su
 import triton
 import triton.language as tl
 
+from flash_delta.kernels.device.activation import strength_backward, strength_of
 from flash_delta.kernels.device.chunk import count_slots, enter_chunk, load_block, rows_of, steps, store_tile
 from flash_delta.kernels.device.gates import (
     BITS,
@@ -37,12 +40,13 @@ from flash_delta.kernels.device.gates import (
     living,
     store_sums,
 )
-from flash_delta.kernels.runtime.arguments import block, launch_rule, strides
+from flash_delta.kernels.runtime.arguments import block, launch_rule, strides_if
 from flash_delta.kernels.runtime.chip import Tile
-from flash_delta.kernels.runtime.plan import Draft, Layout
+from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.runtime.workspace import HeadGradients, Scores
 from flash_delta.kernels.triton.backward.halved_gradients import MILD, in_parts, leading, sum_of
 from flash_delta.kernels.triton.tiles import tile
+from flash_delta.problem import Inputs
 
 
 @triton.jit
@@ -155,10 +159,11 @@ def between(aq, ap, z, y, qe, pe, columns, factor, dP, dL):
 
 @triton.jit(do_not_specialize=["N", "T", "HV"])
 def channel_gradients(
-    q, k, g, A_log, dt_bias, dPD, taken, cu_seqlens, dq, dk, written, through, fallen, dg, dA_log, ddt_bias, N, T,
-    bound, q_strides, k_strides, g_strides,
+    q, k, g, b_gate, A_log, dt_bias, dPD, taken, cu_seqlens, dq, dk, written, through, fallen, db, dg, dA_log, ddt_bias,
+    N, T, bound, beta_top, q_strides, k_strides, g_strides, b_strides,
     HV, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
-    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr,
+    STRENGTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Stores dg of W channels of one chunk and value head, and the chunk's gradients of A_log and dt_bias,
     ``[slots, HV, K]``. It reads the products with states from dq and dk ``[slots, HV, C, K]``, and stores there all of
@@ -171,7 +176,11 @@ def channel_gradients(
     head, h = slot.to(tl.int64) * HV + hv, hv // GROUP
     strides, rows = (T.to(tl.int64) * HV * K, HV * K, K, 1), (0, K, 0, 1)
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
+    if STRENGTH:
+        db, b_gate = rows_of(db, strides, row, hv), rows_of(b_gate, b_strides, row, hv)
     if empty:
+        if STRENGTH:
+            store_tile(db, strides, tl.zeros([C, W], db.dtype.element_ty), token, stop, first, K, C, W)
         store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, first, K, C, W)
         tl.store(fallen + sums, 0.0, mask=c < K)
         store_sums(dA_log, ddt_bias, sums, 0.0, 0.0, c < K, HAS_A, HAS_BIAS)
@@ -215,12 +224,18 @@ def channel_gradients(
         left = stop - at
         q_tile, k_tile = load_channels(q, q_strides, at, left, c, K, W), load_channels(k, k_strides, at, left, c, K, W)
         g_tile, end = load_channels(g, g_strides, at, left, c, K, W), load_channels(written, rows, 16 * I, 16, c, K, W)
+        if STRENGTH:
+            b_tile = load_channels(b_gate, b_strides, at, left, c, K, W)
         dq_tile, dk_tile = load_channels(dq, rows, 16 * I, 16, c, K, W), load_channels(dk, rows, 16 * I, 16, c, K, W)
         a, gates, live = gates_of(g_tile, left, rate, bias, bound, RAW_GATE, BOUNDED)
         s = sum_of(in_parts(gates, 2), behind_first, zero, 2)
         opens, fall = tl.sum(tl.where(t[None, :] == 0, gates, 0.0), 1), last_of(s, RAW_GATE)
         e, kk = tl.exp2(s), in_order(k_tile)
-        q_rows, p_rows = rounded(in_order(q_tile) * e), rounded(kk * (e * -1.0))
+        pp = kk
+        if STRENGTH:
+            b = strength_of(in_order(b_tile), beta_top, RAW_BETA)
+            pp = kk * b
+        q_rows, p_rows = rounded(in_order(q_tile) * e), rounded(pp * (e * -1.0))
         qe, pe = q_rows.to(ty), p_rows.to(ty)
         start = tl.exp2(total(totals, 0, I) + opens)[:, None]
         aq, ap = in_order(dq_tile) * start, in_order(dk_tile) * start
@@ -242,7 +257,13 @@ def channel_gradients(
         late, end = tl.exp2(fall)[:, None] * grown, in_order(end) * tl.exp2(D)[:, None]
         D += opens + fall
         store_rows(dq + 16 * I * K, e * aq, first, 16, K, K, W)
-        store_rows(dk + 16 * I * K, zz + late * (end + chosen(z, I)) - e * ap, first, 16, K, K, W)
+        if STRENGTH:
+            ep = e * ap
+            d = strength_backward(kk * (ep * -1.0), b, beta_top, RAW_BETA)
+            store_rows(db + at.to(tl.int64) * (HV * K), d, first, left, HV * K, K, W)
+            store_rows(dk + 16 * I * K, zz + late * (end + chosen(z, I)) - ep * b, first, 16, K, K, W)
+        else:
+            store_rows(dk + 16 * I * K, zz + late * (end + chosen(z, I)) - e * ap, first, 16, K, K, W)
         yy += q_rows * aq + p_rows * ap - kk * late * end
         d = sum_of(in_parts(yy, 3), t[:, None] >= t[None, :], zero, 3) + rest[:, None]
         rest += tl.sum(yy, 1)
@@ -257,17 +278,19 @@ def channel_gradients(
 
 
 def run_channel_gradients(
-    c: Draft, scores: Scores, heads: HeadGradients, dg: Layout, dA_log: Layout | None, ddt_bias: Layout | None,
-    t: Tile | None = None,
+    c: Draft, scores: Scores, heads: HeadGradients, d: Inputs, t: Tile | None = None
 ) -> None:  # fmt: skip
-    """Computes dg, dq and dk of every value head, and the gradients of A_log and dt_bias of every chunk, [slots, HV,
+    """Computes dg, db, dq and dk of every value head, and the gradients of A_log and dt_bias of every chunk, [slots,
+    HV,
     K], which the caller sums. For bfloat16."""
     p, x = c.p, c.x
     chosen = t or tile("channel_gradients", p, c.chip)
     W = min(chosen.BV, block(p.K))  # channels of one program
     pointers = (
-        x.q, x.k, x.g, x.A_log, x.dt_bias, scores.queries, scores.keys, x.cu_seqlens, *heads, dg, dA_log, ddt_bias
+        x.q, x.k, x.g, x.b, x.A_log, x.dt_bias, scores.queries, scores.keys, x.cu_seqlens, *heads, d.b, d.g, d.A_log,
+        d.dt_bias,
     )  # fmt: skip
-    scalars = p.N, p.T, p.gate.bound or 0.0, strides(x.q), strides(x.k), strides(x.g)
+    top = p.beta_range if p.channel_strength else None
+    scalars = p.N, p.T, p.gate.bound or 0.0, top, *map(strides_if, (x.q, x.k, x.g, x.b))
     grid = (count_slots(p) * -(-p.K // W), p.HV, 1)
     launch_rule(c, channel_gradients, pointers, grid, chosen, *scalars, W=W, follows=True)

@@ -27,14 +27,15 @@ class Chunks(NamedTuple):
     """What a backward pass launches before and after the scans."""
 
     hands: tuple[type, ...]  # the groups of tensors that the kernels of ``find`` pass to each other
-    prepare: Callable[[Draft, Groups, bool], None]
-    """Computes again what the scans need. It also gets whether what `solve` writes was saved."""
+    prepare: Callable[[Draft, Groups, bool], Draft]
+    """Computes again what the scans need, and returns their draft. It also gets whether what `solve` writes was
+    saved."""
     find: Callable[[Draft, Groups, Layout, Inputs], None]
     """Gets do, and where gradients go: of A_log and dt_bias for every chunk."""
 
 
-def prepare_again(c: Draft, memory: Groups, saved: bool) -> None:
-    run_chunks(c, *(memory[group] for group in HANDED), saved=saved)
+def prepare_again(c: Draft, memory: Groups, saved: bool) -> Draft:
+    return run_chunks(c, *(memory[group] for group in HANDED), saved=saved)
 
 
 def find_gradients(c: Draft, memory: Groups, do: Layout, d: Inputs) -> None:
@@ -43,9 +44,9 @@ def find_gradients(c: Draft, memory: Groups, do: Layout, d: Inputs) -> None:
     run_pairs(c, channels, solved, residual, chain, do, d, scores, heads)
     if p.gate.kind == "channel":
         if p.dtype == torch.bfloat16:
-            run_channel_gradients(c, scores, heads, *sums)
+            run_channel_gradients(c, scores, heads, d)
         if needs_halving(p):
-            run_halved_gradients(c, solved, residual, chain, do, scores, heads, *sums)
+            run_halved_gradients(c, solved, residual, chain, do, scores, heads, d)
         run_key_head_gradients(c, solved, heads, d)
         return
     run_query_gradients(c, solved, factors, residual, do, d.q, scores)

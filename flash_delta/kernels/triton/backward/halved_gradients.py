@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flash_delta.kernels.device.activation import strength_backward, strength_of
 from flash_delta.kernels.device.chunk import (
     count_slots,
     enter_chunk,
@@ -40,12 +41,12 @@ from flash_delta.kernels.device.gates import (
     living,
     store_sums,
 )
-from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides
+from flash_delta.kernels.runtime.arguments import block, launch_rule, state_unit, strides_if
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import HeadGradients, Residual, Scores, Solved, StateGradients
 from flash_delta.kernels.triton.tiles import tile
-from flash_delta.problem import Problem
+from flash_delta.problem import Inputs, Problem
 
 MILD = tl.constexpr(110.0)  # bits, 76 nats: 2^110 times a key fits bfloat16; 15 tokens at the lower bound have 108
 
@@ -145,8 +146,9 @@ def to_columns(back, qe, pe, dP, dL, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def halves(zq, zk, dg, q, k, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds the products between every earlier part of ``half`` tokens and the later part after it."""
+def halves(zq, zk, zp, dg, q, k, p, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds the products between every earlier part of ``half`` tokens and the later part after it. Without zp, p is k,
+    and dp is added to zk."""
     r, t = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
     middle = (t & -half) | half
     carried = ((middle < r) & (r <= t)) | ((t < r) & (r <= middle))  # by token t, gate r
@@ -155,10 +157,17 @@ def halves(zq, zk, dg, q, k, gates, dP, dL, half, PARTS: tl.constexpr, PRECISION
     below = (((r ^ t) & -half) == half) & (r > t)
     dP, dL = tl.where(below, dP, 0.0), tl.where(below, dL, 0.0)
     zero = tl.zeros(zq.shape, tl.float32)
-    aq, ak = to_rows(zero, zero, ke, dP, dL, PRECISION)  # later keys erase,
-    ak = to_columns(ak, qe, ke, dP, dL, PRECISION)  # earlier ones write
-    dg = add_sums(dg, qe.to(tl.float32) * aq + ke.to(tl.float32) * ak, carried, 3)
-    return zq + e * aq, zk + e * ak, dg
+    if zp is not None:
+        pe = (p * e).to(k.dtype)
+        aq, ap = to_rows(zero, zero, ke, dP, dL, PRECISION)
+        ak = to_columns(zero, qe, pe, dP, dL, PRECISION)
+        sums = qe.to(tl.float32) * aq + pe.to(tl.float32) * ap + ke.to(tl.float32) * ak
+        return zq + e * aq, zk + e * ak, zp + e * ap, add_sums(dg, sums, carried, 3)
+    else:
+        aq, ak = to_rows(zero, zero, ke, dP, dL, PRECISION)  # later keys erase,
+        ak = to_columns(ak, qe, ke, dP, dL, PRECISION)  # earlier ones write
+        dg = add_sums(dg, qe.to(tl.float32) * aq + ke.to(tl.float32) * ak, carried, 3)
+        return zq + e * aq, zk + e * ak, dg
 
 
 @triton.jit
@@ -219,11 +228,13 @@ def load_scores(dPD, taken, I, J, C: tl.constexpr):
 
 @triton.jit
 def half_chunk(
-    q, k, read, erased, dstate, U, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, unit, dq, dk,
-    column, I, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, gate, read, erased, dstate, U, g, norms, b, dPD, taken, ke, written, past, through, rest, scale, unit,
+    beta_top, dq, dk, db, stride, count, column, I, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Stores dq and dk of half I of a chunk, and returns the gradients of its log decays, ``[W, 32]``.
+    """Stores dq and dk of half I of a chunk, and returns the gradients of its log decays, ``[W, 32]``. ``gate``: b with
+    a strength per channel; then db is stored, too.
 
     ``read``, ``erased``: results of `read_state`. ``ke``: the earlier half's keys, decayed up to its end. ``written``:
     what its columns get from later tokens. ``past``: its decay. ``rest``: a term that contains all gates of this half.
@@ -238,28 +249,40 @@ def half_chunk(
     dP, dL = load_scores(dPD, taken, I, I, C)
     own = tl.load(dPD + (32 * I + tl.arange(0, 32)) * (C + 1)).to(tl.float32)[None, :]  # there is no gate in between
     e = decay(gates, r <= t, PARTS)
-    zq, zk = e * read, e * erased
+    p = k
+    if gate is not None:
+        p = k.to(tl.float32) * gate
+    zq, zp = e * read, e * erased
     if I == 1:
         future = tl.exp2(tl.sum(g, 1))
         written, rest, through = written * future[:, None], rest * future, through * future
-        zq, zk = zq * past[:, None], zk * past[:, None]
+        zq, zp = zq * past[:, None], zp * past[:, None]
     here, back = rest, written
-    dg = add_sums(zero, q * zq + k * zk, r <= t, PARTS)
+    dg = add_sums(zero, q * zq + p * zp, r <= t, PARTS)
     if I == 1:
         rest = through + tl.sum(tl.where(t == 0, dg, 0.0), 1)
         dP_next, dL_next = load_scores(dPD, taken, 1, 0, C)
-        written = to_columns(written, (q * e).to(ty), (k * e).to(ty), dP_next, dL_next, PRECISION)
+        written = to_columns(written, (q * e).to(ty), (p * e).to(ty), dP_next, dL_next, PRECISION)
         aq, ap = to_rows(zero, zero, ke, dP_next, dL_next, PRECISION)
         aq, ap = e * aq, e * ap
-        zq, zk, dg = zq + aq, zk + ap, add_sums(dg, q * aq + k * ap, r <= t, PARTS)
+        zq, zp, dg = zq + aq, zp + ap, add_sums(dg, q * aq + p * ap, r <= t, PARTS)
         writes = token_factors(norms, b, scale, unit, 1, C, NORM)[2]
         back = write_state(dstate, U, 1, column, writes, K, W, C, V, BV, PRECISION)
     dg += here[:, None]
     back *= decay(gates, r > t, PARTS)
     dg = add_sums(dg, k * back, r > t, PARTS)
-    zq, zk, dq, dk = zq + own * k, zk + back + own * q, dq + 32 * I * K, dk + 32 * I * K
-    for level in range(5):
-        zq, zk, dg = halves(zq, zk, dg, q, k, gates, dP, dL, 1 << level, PARTS, PRECISION)
+    dq, dk = dq + 32 * I * K, dk + 32 * I * K
+    if gate is None:
+        zq, zk = zq + own * k, zp + back + own * q
+        for level in range(5):
+            zq, zk, dg = halves(zq, zk, None, dg, q, k, k, gates, dP, dL, 1 << level, PARTS, PRECISION)
+    else:
+        zq, zk = zq + own * k, back + own * q
+        for level in range(5):
+            zq, zk, zp, dg = halves(zq, zk, zp, dg, q, k, p, gates, dP, dL, 1 << level, PARTS, PRECISION)
+        of_gate = strength_backward(k.to(tl.float32) * zp, gate, beta_top, RAW_BETA)
+        store_channels(db, of_gate, stride, count, c, K, W)
+        zk += gate * zp
     store_channels(dq, zq, K, 32, c, K, W)
     store_channels(dk, zk, K, 32, c, K, W)
     return dg, written, rest
@@ -267,11 +290,13 @@ def half_chunk(
 
 @triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def halved_gradients(
-    q, k, g, A_log, dt_bias, do, U, dU, states, dstates, dPD, taken, vectors, norms, cu_seqlens,
-    fallen, dq, dk, dg, dA_log, ddt_bias, N, T, scale, unit, bound, q_strides, k_strides, g_strides,
-    do_strides, H, HV, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    q, k, g, b_gate, A_log, dt_bias, do, U, dU, states, dstates, dPD, taken, vectors, norms, cu_seqlens,
+    fallen, dq, dk, db, dg, dA_log, ddt_bias, N, T, scale, unit, bound, beta_top, q_strides, k_strides, g_strides,
+    b_strides, do_strides, H, HV, GROUP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_A: tl.constexpr,
-    HAS_BIAS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, STRENGTH: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (K + W - 1) // W  # blocks of channels
     slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP, BLOCKS)
@@ -284,7 +309,11 @@ def halved_gradients(
     dg, sums = rows_of(dg, strides, row, hv), head * K + c
     if ty == tl.bfloat16 and tl.min(tl.load(fallen + sums, mask=c < K, other=0.0)) >= -MILD:
         return
+    if STRENGTH:
+        db, b_gate = rows_of(db, strides, row, hv), rows_of(b_gate, b_strides, row, hv)
     if empty:
+        if STRENGTH:
+            store_tile(db, strides, tl.zeros([C, W], db.dtype.element_ty), token, stop, column, K, C, W)
         store_tile(dg, strides, tl.zeros([C, W], tl.float32), token, stop, column, K, C, W)
         store_sums(dA_log, ddt_bias, sums, 0.0, 0.0, c < K, HAS_A, HAS_BIAS)
         return
@@ -318,9 +347,14 @@ def halved_gradients(
             states, do, do_strides, dU, at, stop, I, column, reads, erases, K, W, C, V, BV, PRECISION
         )  # fmt: skip
         gi = load_gates(raw, g_strides, BITS, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS)[1]
+        bb, db_rows = None, None
+        if STRENGTH:
+            bb = strength_of(load_channels(b_gate, b_strides, at, stop, c, K, W), beta_top, RAW_BETA)
+            db_rows = db + at.to(tl.int64) * (HV * K)
         d, written, rest = half_chunk(
-            qq, kk, read, erased, dstates, U, gi, norms, b, dPD, taken, ke, written, past, through, rest,
-            scale, unit, dq, dk, column, I, K, W, C, V, BV, NORM, PARTS, PRECISION,
+            qq, kk, bb, read, erased, dstates, U, gi, norms, b, dPD, taken, ke, written, past, through, rest, scale,
+            unit, beta_top, dq, dk, db_rows, HV * K, stop - at, column, I, K, W, C, V, BV, RAW_BETA, NORM, PARTS,
+            PRECISION,
         )  # fmt: skip
         a, decays, live, rate, bias = load_gates(  # loaded again, which takes fewer registers
             raw, g_strides, 1.0, hv, at, stop, c, K, W, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS
@@ -342,7 +376,7 @@ def needs_halving(p: Problem) -> bool:
 
 def run_halved_gradients(
     c: Draft, s: Solved, r: Residual, chain: StateGradients, do: Layout, scores: Scores, heads: HeadGradients,
-    dg: Layout, dA_log: Layout | None, ddt_bias: Layout | None, t: Tile | None = None,
+    d: Inputs, t: Tile | None = None,
 ) -> None:  # fmt: skip
     """Computes the same as `run_channel_gradients`. In bfloat16 it runs after that, and computes only the channels that
     were left to it."""
@@ -350,9 +384,10 @@ def run_halved_gradients(
     chosen = t or tile("halved_gradients", p, c.chip)
     W = min(chosen.BV, block(p.K))  # channels of one program; values are loaded in blocks
     pointers = (
-        x.q, x.k, x.g, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
-        s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, dg, dA_log, ddt_bias,
+        x.q, x.k, x.g, x.b, x.A_log, x.dt_bias, do, r.U, chain.dU, r.states, chain.dstates, scores.queries, scores.keys,
+        s.vectors, s.norms, x.cu_seqlens, heads.fallen, heads.dq, heads.dk, d.b, d.g, d.A_log, d.dt_bias,
     )  # fmt: skip
-    scalars = p.N, p.T, p.scale, state_unit(p), p.gate.bound or 0.0, *map(strides, (x.q, x.k, x.g, do))
+    rows, top = map(strides_if, (x.q, x.k, x.g, x.b, do)), p.beta_range if p.channel_strength else None
+    scalars = p.N, p.T, p.scale, state_unit(p), p.gate.bound or 0.0, top, *rows
     grid = (count_slots(p) * -(-p.K // W), p.HV, 1)
     launch_rule(c, halved_gradients, pointers, grid, chosen, *scalars, W=W, BV=min(128, block(p.V)), follows=True)

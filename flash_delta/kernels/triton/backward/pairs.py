@@ -11,6 +11,8 @@ kernel (STATES) the products with states are also computed here, since their oth
 
     dq = scale dO S0^T      dk = b . dU~ S0^T (the sign of dp turned)      written = U dS1^T      through = S0 . dS1
 
+With a strength per channel (STRENGTH) there is no b, and R contains w . v. So dv = w . dU~ and dw = v . dU~.
+
 Writes the factors that `gradients` multiplies with keys, ``[slots, HV, C, C]`` in the dtype of k: ``dPD``, the gradient
 of the products q_i . k_j, and ``taken``, that of p_i . k_j with opposite sign. They include the norms' r_q r_k,
 r_p r_k, so that `gradients` can use q, k and p as given. pairs_t is row 0 of ``parts [slots, HV, 4, C]``. Grid
@@ -20,6 +22,7 @@ r_p r_k, so that `gradients` can use q, k and p as given. pairs_t is row 0 of ``
 import triton
 import triton.language as tl
 
+from flash_delta.kernels.device.activation import strength_backward, strength_of
 from flash_delta.kernels.device.chunk import (
     count_slots,
     enter_chunk,
@@ -92,14 +95,28 @@ def state_products(
         tl.store(through + column + c, product * unit, mask=column + c < K)
 
 
+@triton.jit
+def store_values(
+    dv, dw, lam, v, w, dv_strides, v_strides, w_strides, token, stop, column, V: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """Stores dv and dw of BV columns."""
+    values = load_tile(v, v_strides, token, stop, column, V, C, BV).to(tl.float32)
+    gates = strength_of(load_tile(w, w_strides, token, stop, column, V, C, BV), 1.0, RAW)
+    store_tile(dv, dv_strides, (lam * gates).to(dv.dtype.element_ty), token, stop, column, V, C, BV)
+    d = strength_backward(lam * values, gates, 1.0, RAW)
+    store_tile(dw, dv_strides, d.to(dw.dtype.element_ty), token, stop, column, V, C, BV)
+
+
 @triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def pairs(
-    q, k, p, do, R, U, dU, L, states, dstates, vectors, norms, cu_seqlens, dv, dbeta, dPD, taken, parts, dq, dk,
-    written, through, N, T, scale, unit, beta_top, q_strides, k_strides, p_strides, do_strides, H, HV,
+    q, k, p, do, R, U, dU, L, states, dstates, vectors, norms, cu_seqlens, v, w_gate, dw, dv, dbeta, dPD, taken, parts,
+    dq, dk,
+    written, through, N, T, scale, unit, beta_top, q_strides, k_strides, p_strides, do_strides, of_v, of_w, H, HV,
     GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
     UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr, STATES: tl.constexpr,
-    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    STRENGTH: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     h = hv // GROUP
@@ -111,9 +128,13 @@ def pairs(
     dv_rows = rows_of(dv, v_strides, row, hv)
     if HAS_BETA:
         dbeta_rows = rows_of(dbeta, b_strides, row, hv)
+    if STRENGTH:
+        dw_rows = rows_of(dw, v_strides, row, hv)
     if empty:
         for w in range(0, V, BV):
             store_tile(dv_rows, v_strides, tl.zeros([C, BV], ty), token, stop, w, V, C, BV)
+            if STRENGTH:
+                store_tile(dw_rows, v_strides, tl.zeros([C, BV], dw.dtype.element_ty), token, stop, w, V, C, BV)
         if HAS_BETA:
             store_row(dbeta_rows, b_strides, tl.zeros([C], tl.float32), token, stop, C)
         return
@@ -146,7 +167,13 @@ def pairs(
         if HAS_BETA:
             z = load_block(R + head * C * VP, 0, w, C, VP, C, BV)
             db += tl.sum(lam.to(tl.float32) * z.to(tl.float32), 1)
-        store_tile(dv_rows, v_strides, (lam * b[:, None]).to(ty), token, stop, w, V, C, BV)
+        if STRENGTH:
+            store_values(
+                dv_rows, dw_rows, lam.to(tl.float32), rows_of(v, of_v, row, hv), rows_of(w_gate, of_w, row, hv),
+                v_strides, of_v, of_w, token, stop, w, V, C, BV, RAW_BETA,
+            )  # fmt: skip
+        else:
+            store_tile(dv_rows, v_strides, (lam * b[:, None]).to(ty), token, stop, w, V, C, BV)
     lower, strict = i[:, None] >= i[None, :], i[:, None] > i[None, :]
     rq, rk, rp = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     if NORM:
@@ -200,8 +227,11 @@ def run_pairs(
     # Steps of loops over K. For states at least 64, since narrower wgmma read wrong addresses (Triton 3.6; docs/notes).
     BK = min(chosen.BV, max(64, block(p.K)) if with_states else block(p.K))
     read = (
-        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, r.states, chain.dstates, s.vectors, s.norms, x.cu_seqlens
+        x.q, x.k, c.keys, do, r.R, r.U, chain.dU, ch.L, r.states, chain.dstates, s.vectors, s.norms, x.cu_seqlens,
+        *((x.v, x.w, d.w) if p.channel_strength else (None,) * 3),
     )  # fmt: skip
-    scalars = p.N, p.T, p.scale, state_unit(p), p.beta_range, strides(x.q), strides(x.k), strides(c.keys), strides(do)
+    gates = (strides(x.v), strides(x.w)) if p.channel_strength else (None, None)
+    rows = *map(strides, (x.q, x.k, c.keys, do)), *gates
+    scalars = p.N, p.T, p.scale, state_unit(p), p.beta_range, *rows
     pointers, grid = (*read, d.v, d.beta, *scores, *heads[:4]), (count_slots(p), p.HV, 1)
     launch_rule(c, pairs, pointers, grid, chosen, *scalars, BK=BK, STATES=with_states, follows=True)

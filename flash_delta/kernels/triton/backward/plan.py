@@ -40,9 +40,9 @@ def plan_backward(
     own = [group for group in (*HANDED, Residual, StateGradients, *chunks.hands) if group not in memory]
     memory |= zip(own, make_groups(c.made, p, *own), strict=True)
     solved, factors, channels, residual, chain = (memory[g] for g in (*HANDED, Residual, StateGradients))
-    if recompute:
-        chunks.prepare(c, memory, saved)
-    operands = (c, channels, solved, factors, residual, after.do, after.dfinal, chain, d.initial_state)
+    # Without it only maps of segments read values, and nobody reads what they make of them.
+    scans = chunks.prepare(c, memory, saved) if recompute else c
+    operands = (scans, channels, solved, factors, residual, after.do, after.dfinal, chain, d.initial_state)
     if choice is None or c.every:
         run_scan_backward(*operands, recompute=recompute)
     split = new_segmented_back(p, None if c.every else choice, c.made)
@@ -50,7 +50,7 @@ def plan_backward(
     chunks.find(c, memory, after.do, d._replace(**parts))
     for name, t in parts.items():
         c.steps.append(sum_parts(t, getattr(d, name)))
-    return c.plan(*d[:9])
+    return c.plan(*(d if p.channel_strength else d[:9]))
 
 
 def plan_usual_backward(
@@ -71,6 +71,8 @@ def make_gradients(made: Making, p: Problem, x: Inputs) -> tuple[Inputs, dict[st
     """Contiguous memory for the gradients. With a decay per head the second result is memory for those of A_log and
     dt_bias of every chunk [slots, 1, HV], which a launch sums. With one per channel PyTorch sums."""
     d = Inputs(*(made.like(f"d{name}", t) for name, t in zip(x._fields[:7], x, strict=False)))
+    if p.channel_strength:
+        d = d._replace(b=made.like("db", x.b), w=made.like("dw", x.w))
     channel, slots, parts, sums = p.gate.kind == "channel", count_slots(p), {}, {}
     for name in ("A_log", "dt_bias"):
         if getattr(x, name) is not None:

@@ -3,6 +3,9 @@
     Qg = q . e^G      Kg = k . e^G      Kd = k . e^{G_C - G}      gamma = e^{G_C}
     P_ij = scale sum_c q_ic e^{G_ic - G_jc} k_jc   i >= j           L_ij = sum_c k_ic e^{G_ic - G_jc} k_jc   i > j
 
+With a strength per channel tokens erase with b . k and write w . v. Then Kg and the rows of L have b . k in place of k,
+and all else is the same. W = w . v is written for the scans.
+
 P and L contain norms and the scale, and the others do not. As without a decay per channel, `scan` applies them to
 accumulators (``rates``).
 
@@ -26,6 +29,7 @@ Writes, with K' = pitch(K):
     rates       [slots, HV, 4, C]     norms of q times the scale; norms of k; b (otherwise from `factor`)
     vectors     [slots, HV, 4, C]     row 2: b (otherwise from `solve`)
     norms       [slots, H, 3, C]      (otherwise from `solve`); if they were saved, these are the same bits
+    W           [B, T, HV, V]         with a strength per channel
 
 Grid (slots HV).
 """
@@ -33,12 +37,14 @@ Grid (slots HV).
 import triton
 import triton.language as tl
 
+from flash_delta.kernels.device.activation import strength_of
 from flash_delta.kernels.device.chunk import count_slots, find_chunk, lead, load_block, load_tile, pitch, rows_of
 from flash_delta.kernels.device.gates import BITS, channel_log_decay, channel_parameters, living
-from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, strides, tokens
+from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, strides, strides_if, tokens
 from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.runtime.workspace import Channels, Solved
 from flash_delta.kernels.triton.forward.solve import cumulate
+from flash_delta.kernels.triton.forward.values import values_of, write_values
 from flash_delta.kernels.triton.tiles import tile
 
 # Bits by which a channel decays within a block of 16 tokens. A decay by 76 nats is 2^-109.6. With a bounded gate it is
@@ -170,9 +176,10 @@ def reciprocal_lengths(q, k, zeros, W: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def explicit_scores(
-    q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, bound, q_strides, k_strides,
-    g_strides, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr,
-    HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+    q_rows, k_rows, b_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, bound, beta_top, q_strides,
+    k_strides, b_strides, g_strides, K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Computes unsafe rows of the diagonal blocks again, column by column, from e^{G_i - G_j}, with no exponent above
     0."""
@@ -188,6 +195,8 @@ def explicit_scores(
             if NORM:
                 qq *= tl.load(norms + 16 * block + o)[:, None]
                 kk *= tl.load(norms + C + 16 * block + o)[:, None]
+            if b_rows is not None:
+                kk *= strength_of(load_tile(b_rows, b_strides, first, stop, column, K, 16, W), beta_top, RAW_BETA)
             D = tl.zeros([16, W], tl.float32)  # the decay of the tokens after m, up to each row
             for back in range(16):
                 m = 15 - back
@@ -211,9 +220,9 @@ def explicit_scores(
 
 @triton.jit
 def token_block(
-    q_tile, k_tile, g_tile, Qg, Kg, Kd, P, L, rates, norms, zeros, G, since, early, I, left, c, rate, bias,
-    scale, bound, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
-    BOUNDED: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
+    q_tile, k_tile, b_tile, g_tile, Qg, Kg, Kd, P, L, rates, norms, zeros, G, since, early, I, left, c, rate, bias,
+    scale, bound, beta_top, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, RAW_GATE: tl.constexpr,
+    BOUNDED: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Block I of 16 tokens. ``left``: how many of them exist. ``early``: k of the block before, decayed up to its end.
 
@@ -226,6 +235,8 @@ def token_block(
     KP: tl.constexpr = pitch(K)
     i, o = 16 * I, tl.arange(0, 16)
     q, k, g = vectors_of(q_tile, BK), vectors_of(k_tile, BK), vectors_of(g_tile, BK)
+    if b_tile is not None:
+        b = vectors_of(b_tile, BK)
     of_q, of_k = tl.full([16], 1.0, tl.float32), tl.full([16], 1.0, tl.float32)
     if NORM:  # all value heads write the same numbers
         of_q, of_k = tl.split(tl.reshape(reciprocal_lengths(q, k, zeros, BK, PRECISION), [16, 2]))
@@ -252,7 +263,10 @@ def token_block(
             fallen += gates[m]
         e = tl.exp2(fallen)
         qe += (q[m].to(tl.float32) * e,)
-        ke += (k[m].to(tl.float32) * e,)
+        if b_tile is None:
+            ke += (k[m].to(tl.float32) * e,)
+        else:
+            ke += (k[m].to(tl.float32) * strength_of(b[m], beta_top, RAW_BETA) * e,)
         tl.store(Qg + (i + m) * KP + c, (qe[m] * e_start).to(ty), mask=c < KP)
         tl.store(Kg + (i + m) * KP + c, (ke[m] * e_start).to(ty), mask=c < KP)
         grown = fallen * -1.0  # not -x, which would be a separate instruction, 0 - x
@@ -281,9 +295,10 @@ def token_block(
 
 @triton.jit(do_not_specialize=["N", "T", "beta_batch", "H", "HV"], do_not_specialize_on_alignment=PER_TOKEN)
 def channel(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, Qg, Kg, Kd, P, L, gamma, rates, vectors, norms, N, T, scale, bound,
-    beta_top, q_strides, k_strides, g_strides, beta_batch, beta_token, beta_head, H, HV, GROUP: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, Qg, Kg, Kd, P, L, gamma, rates, vectors, norms, b_gate, v, w,
+    W, N, T, scale, bound, beta_top, q_strides, k_strides, g_strides, b_strides, v_strides, w_strides, beta_batch,
+    beta_token, beta_head, H, HV, GROUP: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
     NORM: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -301,7 +316,10 @@ def channel(
     ty: tl.constexpr = k.dtype.element_ty
     i, c = tl.arange(0, C), tl.arange(0, BK)
     q_rows, k_rows = rows_of(q, q_strides, row, h), rows_of(k, k_strides, row, h)
-    g_rows = rows_of(g, g_strides, row, hv)
+    g_rows, b_rows = rows_of(g, g_strides, row, hv), None
+    if b_gate is not None:
+        b_rows = rows_of(b_gate, b_strides, row, hv)
+        write_values(v, w, W, v_strides, w_strides, token, tl.minimum(stop, token + C), row, hv, T, HV, V, C, RAW_BETA)
     rates += head * 4 * C
     tl.store(rates + 2 * C + i, b)
     if NORM:
@@ -323,9 +341,13 @@ def channel(
         q_tile = load_tile(q_rows, q_strides, at, stop, 0, K, 16, BK)
         k_tile = load_tile(k_rows, k_strides, at, stop, 0, K, 16, BK)
         g_tile = load_tile(g_rows, g_strides, at, stop, 0, K, 16, BK)
+        b_tile = None
+        if b_gate is not None:
+            b_tile = load_tile(b_rows, b_strides, at, stop, 0, K, 16, BK)
         early, G, since, fell = token_block(
-            q_tile, k_tile, g_tile, Qg + tile, Kg + tile, Kd + tile, P, L, rates, norms, zeros, G, since,
-            early, I, stop - at, c, rate, bias, scale, bound, K, BK, C, RAW_GATE, BOUNDED, NORM, PRECISION,
+            q_tile, k_tile, b_tile, g_tile, Qg + tile, Kg + tile, Kd + tile, P, L, rates, norms, zeros, G, since,
+            early, I, stop - at, c, rate, bias, scale, bound, beta_top, K, BK, C, RAW_GATE, BOUNDED, RAW_BETA, NORM,
+            PRECISION,
         )  # fmt: skip
         lowest = tl.minimum(lowest, fell)
     tl.store(gamma + head * K + c, tl.exp2(G), mask=c < K)
@@ -337,17 +359,21 @@ def channel(
     if not BOUNDED and tl.min(tl.where(c < K, lowest, 0.0), 0) < LOOK:
         tl.debug_barrier()  # other threads write some of the rows above again
         explicit_scores(
-            q_rows, k_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, bound, q_strides,
-            k_strides, g_strides, K, min(BK, 32), C, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS, NORM,
+            q_rows, k_rows, b_rows, g_rows, A_log, dt_bias, P, L, norms, hv, token, stop, scale, bound, beta_top,
+            q_strides, k_strides, b_strides, g_strides, K, min(BK, 32), C, RAW_GATE, BOUNDED, HAS_A, HAS_BIAS, RAW_BETA,
+            NORM,
         )  # fmt: skip
 
 
-def run_channel(c: Draft, s: Solved, ch: Channels) -> None:
-    """Launches the kernel. It also writes the strengths and norms in ``s``, which otherwise `solve` writes."""
+def run_channel(c: Draft, s: Solved, ch: Channels) -> Draft:
+    """Launches the kernel. It also writes the strengths and norms in ``s``, which otherwise `solve` writes. Returns the
+    draft for the scans, whose values are W if there is a strength per channel."""
     p, x = c.p, c.x
-    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *ch, s.vectors, s.norms)
+    written, gates = (values_of(c.made, p), (x.b, x.v, x.w)) if p.channel_strength else (None, (None,) * 3)
+    pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *ch, s.vectors, s.norms, *gates, written)
     launch_rule(
         c, channel, pointers, (count_slots(p) * p.HV, 1, 1), tile("channel", p, c.chip),
         p.N, p.T, p.scale, p.gate.bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
-        batch(x.beta), *tokens(x.beta),
+        *map(strides_if, gates), batch(x.beta), *tokens(x.beta),
     )  # fmt: skip
+    return c if written is None else c._replace(x=x._replace(v=written))

@@ -47,11 +47,11 @@ def plan_forward(p: Problem, chip: Chip, x: Inputs, *, choice: Segments | None =
         (residual,) = make_groups(c.made, p, Residual)
         states = residual.states
     solved, factors, channels = (groups[group] for group in HANDED)
-    run_chunks(c, solved, factors, channels)
+    scans = run_chunks(c, solved, factors, channels)
     if choice is None or c.every:
-        run_scan(c, channels, solved, factors, o, final, residual)
+        run_scan(scans, channels, solved, factors, o, final, residual)
     split = new_segmented_scan(p, None if c.every else choice, c.made)
-    run_segmented_scan(c, channels, solved, factors, o, final, split)
+    run_segmented_scan(scans, channels, solved, factors, o, final, split)
     return c.plan(o, final, saved, states)
 
 
@@ -60,11 +60,11 @@ def saved_groups(p: Problem) -> tuple[type, ...]:
     return (*HANDED, Residual) if p.disable_recompute else (Solved,)
 
 
-def run_chunks(c: Draft, solved: Solved, factors: Factors, channels: Channels, *, saved: bool = False) -> None:
-    """``saved``: the results of `solve` were saved."""
-    if c.p.gate.kind == "channel":
-        run_channel(c, solved, channels)
+def run_chunks(c: Draft, solved: Solved, factors: Factors, channels: Channels, *, saved: bool = False) -> Draft:
+    """Returns the draft for the scans. ``saved``: the results of `solve` were saved."""
+    scans = run_channel(c, solved, channels) if c.p.gate.kind == "channel" else c
     if not saved:
         run_solve(c, channels, solved)
     if c.p.gate.kind != "channel":
         run_factor(c, solved, factors, follows=not saved)
+    return scans

@@ -2,6 +2,8 @@
 
     S~ = e^g S      u = b (v - S~^T k)      S = S~ + k u^T      o = scale S^T q
 
+With a strength per channel (STRENGTH) u = w . v - S~^T (b . k), and there is no beta.
+
 One program has BV value columns of one value head of one row: grid (B HV V / BV). It reads its part of the row's state
 once, and writes it after every token whose slot ``write_indices`` names. The state is in registers and transposed,
 S^T [BV, BK]. After a convolution (AFTER, rows.py) a program loads its state while the convolution still runs.
@@ -28,6 +30,7 @@ stores.
 """
 
 from math import gcd
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -91,7 +94,8 @@ def tiles_of(pool, initial, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr, S
 
 NUMBERS = [  # Triton would specialise values of 1 and multiples of 16, in tuples even if told not to
     "N", "T", "most", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row",
-    "k_token", "v_row", "v_token", "g_row", "g_token", "beta_row", "beta_token", "read_row",
+    "k_token", "v_row", "v_token", "g_row", "g_token", "beta_row", "beta_token", "b_row", "b_token", "w_row",
+    "w_token", "read_row",
     "read_column", "accepted_row", "write_row", "write_token", "parents_row", "parents_token", "has_row",
 ]  # fmt: skip
 # Servers pass slices of these. For loads of single numbers, alignment does not matter.
@@ -100,18 +104,20 @@ INDICES = ["read_indices", "write_indices", "accepted", "parents", "has_initial_
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def decode(
-    q, k, v, g, beta, A_log, dt_bias, initial, pool, read_indices, write_indices, accepted, parents, has_initial_state,
+    q, k, v, g, beta, b_gate, w_gate, A_log, dt_bias, initial, pool, read_indices, write_indices, accepted, parents,
+    has_initial_state,
     cu_seqlens, o,
     N, T, most, slots, written_slots, null_slot, columns, first_written, scale, bound, beta_range,
     source_stride, slot_stride, step_stride,
-    q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token,
+    q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token, b_row, b_token, w_row,
+    w_token,
     read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
-    q_strides, k_strides, v_strides, g_strides, beta_strides,
+    q_strides, k_strides, v_strides, g_strides, beta_strides, b_strides, w_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     AFTER: tl.constexpr, ROLLING: tl.constexpr, ALONE: tl.constexpr, STRIDES: tl.constexpr, SOURCE: tl.constexpr,
     SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    STRENGTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``q_row`` and ``q_token`` are the steps from one batch row and from one token to the next, in units of
     ``q_strides[0]`` numbers, and so on (`counted`). ALONE: T is 1. STRIDES: those of (head, key, value) in the pool,
@@ -168,7 +174,9 @@ def decode(
         stored = stored & is_row
     qs, ks = (q, q_strides, row * q_row, q_token), (k, k_strides, row * k_row, k_token)
     vs, gs = (v, v_strides, row * v_row, v_token), (g, g_strides, row * g_row, g_token)
-    betas = (beta, beta_strides, row * beta_row, beta_token)
+    betas, bs, ws = (beta, beta_strides, row * beta_row, beta_token), (None,), (None,)
+    if STRENGTH:
+        bs, ws = (b_gate, b_strides, row * b_row, b_token), (w_gate, w_strides, row * w_row, w_token)
     source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES, SOURCE)
     if AFTER:
         first = load_state(state_at(source, row_slot, read_stride), inside & stored)  # [BV, BK]
@@ -176,7 +184,7 @@ def decode(
     # All that the first token needs is loaded while the row's slot is being loaded. It is loaded before the loop, even
     # if the loop has one iteration, since within a block of code the compiler delays loads until their use
     # (docs/notes).
-    token = load_token(qs, ks, vs, gs, betas, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+    token = load_token(qs, ks, vs, gs, betas, bs, ws, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
     rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
     written_index = b if write_indices is None else load_index(write_indices, b, 0, write_strides)
     if not AFTER:
@@ -194,15 +202,14 @@ def decode(
         slot, live = row_slot, alive != 0 if parents is None else ((alive >> (parent + 1)) & 1) != 0
         if write_indices is not None:
             slot, live = as_slot(written_index, targets, live)
-        qt, kt, vt, a, bt = token
+        this = token
         if not ALONE and t + 1 < T:
             after = start + t + 1
-            token = load_token(qs, ks, vs, gs, betas, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+            token = load_token(qs, ks, vs, gs, betas, bs, ws, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
             if write_indices is not None:
                 written_index = load_index(write_indices, b, t + 1, write_strides)
         S, ot = advance(
-            last, qt, kt, vt, a, bt, rate, bias, scale, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
-            NORM,
+            last, this, rate, bias, scale, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH
         )  # fmt: skip
         ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
         tl.store(o + ((row * T + start + t) * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
@@ -222,11 +229,11 @@ def run_decode(c: Draft, s: Slots, o: Layout, choice: Tile | None = None, *, aft
     p, x, pools, apart = c.p, c.x, c.p.pools, s.write_pool is not None
     pool, source = (s.write_pool, s.state_pool) if apart else (s.state_pool, x.initial_state)
     one, beside = alone(p), short(p) > 0 and not p.recurrent  # beside: it runs with the kernels of a prefill
-    units = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta)]
+    units = [counted(y, one) for y in (x.q, x.k, x.v, x.g, x.beta)] + [counted_gate(y, one) for y in (x.b, x.w)]
     rows = p.N + (pools.most_tokens > 0) if p.packed else p.B
     slot, *inner = states(p, pool)
     pointers = (
-        x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, source, pool, s.read_indices, s.write_indices,
+        x.q, x.k, x.v, x.g, x.beta, x.b, x.w, x.A_log, x.dt_bias, source, pool, s.read_indices, s.write_indices,
         s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens, o,
     )  # fmt: skip
     for t in decode_tiles(p, c.chip, c.every) if choice is None else (choice,):
@@ -239,6 +246,11 @@ def run_decode(c: Draft, s: Slots, o: Layout, choice: Tile | None = None, *, aft
             *(strides for _, strides in units), AFTER=after, ROLLING=pools.rolling, ALONE=one, STRIDES=tuple(inner),
             SOURCE=None if source is None else states(p, source)[1:], follows=beside or after, contracts=False,
         )  # fmt: skip
+
+
+def counted_gate(t: Layout | None, one: bool, singly: bool = False) -> tuple[tuple[int | None, ...], Any]:
+    """Returns `counted`. Without the gate there are no parameters for it."""
+    return ((None, None), None) if t is None else counted(t, one, singly)
 
 
 def first_written_of(p: Problem, s: Slots) -> int:

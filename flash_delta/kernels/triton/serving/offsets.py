@@ -20,14 +20,15 @@ from flash_delta.kernels.device.slots import load_slot, load_slots
 from flash_delta.kernels.runtime.arguments import columns, launch_rule, states, table
 from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.triton.forward.scan import find_offset
-from flash_delta.kernels.triton.serving.decode import counted, load_state, state_at, tile_of
+from flash_delta.kernels.triton.serving.decode import counted, counted_gate, load_state, state_at, tile_of
 from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
 from flash_delta.kernels.triton.tiles import decode_tiles
 from flash_delta.problem import Slots
 
 NUMBERS = [
-    "N", "T", "slots", "null_slot", "k_token", "v_token", "g_token", "beta_token", "read_row", "write_row", "has_row",
-    "checkpoint_row", "offset_row", "HV",
+    "N", "T", "slots", "null_slot", "k_token", "v_token", "g_token", "beta_token", "b_token", "w_token", "read_row",
+    "write_row",
+    "has_row", "checkpoint_row", "offset_row", "HV",
 ]  # fmt: skip
 INDICES = [  # see decode.py
     "read_indices", "write_indices", "has_initial_state", "checkpoint_indices", "checkpoint_offsets",
@@ -36,12 +37,15 @@ INDICES = [  # see decode.py
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def scan_to_offset(
-    k, v, g, beta, A_log, dt_bias, pool, read_indices, write_indices, has_initial_state, checkpoint_indices,
+    k, v, g, beta, b_gate, w_gate, A_log, dt_bias, pool, read_indices, write_indices, has_initial_state,
+    checkpoint_indices,
     checkpoint_offsets, cu_seqlens, N, T, slots, null_slot, bound, beta_range, slot_stride, k_token, v_token, g_token,
-    beta_token, read_row, write_row, has_row, checkpoint_row, offset_row, k_strides, v_strides, g_strides, beta_strides,
-    HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    beta_token, b_token, w_token, read_row, write_row, has_row, checkpoint_row, offset_row, k_strides, v_strides,
+    g_strides, beta_strides, b_strides, w_strides, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     STRIDES: tl.constexpr, SHORT: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr,
-    HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, BEFORE: tl.constexpr,
+    HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
+    STRENGTH: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """BEFORE: the other kernels have not run yet. For strides and units see `decode`; those of single numbers have
     64 bits."""
@@ -71,18 +75,18 @@ def scan_to_offset(
         row = n * 0
         ks, vs = (k, k_strides, row, k_token), (v, v_strides, row, v_token)
         gs = (g, g_strides, row, g_token if CHANNEL else g_token.to(tl.int64))
+        bs, ws = (b_gate, b_strides, row, b_token), (w_gate, w_strides, row, w_token)
         betas = (beta, beta_strides, row, beta_token.to(tl.int64))
         K_EVEN: tl.constexpr = K == BK
         V_EVEN: tl.constexpr = V % BV == 0
         # Keys are passed as queries, since no output is needed. Each token is loaded one token ahead.
-        token = load_token(ks, ks, vs, gs, betas, start + begin, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+        token = load_token(ks, ks, vs, gs, betas, bs, ws, start + begin, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
         for t in range(start + begin, start + offset):
-            qt, kt, vt, a, bt = token
+            this = token
             after = tl.minimum(t + 1, start + offset - 1)
-            token = load_token(ks, ks, vs, gs, betas, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+            token = load_token(ks, ks, vs, gs, betas, bs, ws, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
             S, _output = advance(
-                S, qt, kt, vt, a, bt, rate, bias, 1.0, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA,
-                NORM,
+                S, this, rate, bias, 1.0, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH
             )  # fmt: skip
     tl.store(state_at(tile, slot, slot_stride), S.to(pool.dtype.element_ty), mask=inside)
 
@@ -92,8 +96,9 @@ def run_scan_to_offset(c: Draft, s: Slots, *, before: bool) -> None:
     are the same."""
     p, x = c.p, c.x
     indices = (s.read_indices, s.write_indices, s.has_initial_state, s.checkpoint_indices, s.checkpoint_offsets)
-    pointers = (x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, s.state_pool, *indices, x.cu_seqlens)
+    pointers = (x.k, x.v, x.g, x.beta, x.b, x.w, x.A_log, x.dt_bias, s.state_pool, *indices, x.cu_seqlens)
     per_token = [counted(t, False, singly=True) for t in (x.k, x.v, x.g, x.beta)]
+    per_token += [counted_gate(t, False, singly=True) for t in (x.b, x.w)]
     slot, *inner = states(p, s.state_pool)
     for t in decode_tiles(p, c.chip, c.every):
         launch_rule(

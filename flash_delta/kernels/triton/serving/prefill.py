@@ -21,8 +21,8 @@ def plan_prefill(p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, *,
 
 def _scan(c: Draft, o: Layout, s: Slots) -> None:
     solved, factors, channels = make_groups(c.made, c.p, *forward.plan.HANDED)
-    forward.plan.run_chunks(c, solved, factors, channels)
-    forward.scan.run_scan(c, channels, solved, factors, o, None, None, slots=s)
+    scans = forward.plan.run_chunks(c, solved, factors, channels)
+    forward.scan.run_scan(scans, channels, solved, factors, o, None, None, slots=s)
 
 
 def plan_prompts(

@@ -190,11 +190,11 @@ def plan_step(p: Problem, chip: Chip, x: Inputs, *, choice: Tile | None = None) 
     final = made.new("states", p.state_shape, torch.float32, unchanged)
     if p.T == 0:
         return Plan((), tuple(made), (o, final))
-    if x.beta is None:
+    if x.beta is None and not p.channel_strength:
         x = x._replace(beta=made.new("ones", (p.B, p.T, p.HV), p.dtype, 1.0))
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in ("q", "k", "v", "g", "beta", "b", "w"):
         t = getattr(x, name)
-        if not t.whole and _spans(t) >= LIMIT:
+        if t is not None and not t.whole and _spans(t) >= LIMIT:
             x = x._replace(**{name: made.without_gaps(t)})
     has = None if initial is not None else made.new("none has one", (p.N,), torch.bool, 0.0)
     if initial is not None and (initial.dtype != torch.float32 or not initial.whole):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.device.activation import strength
+from flash_delta.kernels.device.activation import strength, strength_of
 from flash_delta.kernels.device.gates import channel_log_decay, channel_parameters, head_log_decay, head_parameters
 
 
@@ -25,10 +25,12 @@ def load_number(x, strides, unit, head):
 
 @triton.jit
 def load_token(
-    q, k, v, g, beta, t, h, hv, c, d, K: tl.constexpr, K_EVEN: tl.constexpr, V: tl.constexpr, V_EVEN: tl.constexpr,
+    q, k, v, g, beta, b, w, t, h, hv, c, d, K: tl.constexpr, K_EVEN: tl.constexpr, V: tl.constexpr,
+    V_EVEN: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Loads token t. Each tensor is given with its strides, the units to its row, and the units per token."""
+    """Loads token t. Each tensor is given with its strides, the units to its row, and the units per token. Strengths
+    come last: beta, or the gates b and w."""
     qt = load_numbers(q[0], q[1], q[2] + t * q[3], h, c, K, K_EVEN)  # [BK]
     kt = load_numbers(k[0], k[1], k[2] + t * k[3], h, c, K, K_EVEN)
     vt = load_numbers(v[0], v[1], v[2] + t * v[3], hv, d, V, V_EVEN)  # [BV]
@@ -36,7 +38,11 @@ def load_token(
         gt = load_numbers(g[0], g[1], g[2] + t * g[3], hv, c, K, K_EVEN)
     else:
         gt = load_number(g[0], g[1], g[2] + t * g[3], hv)
-    return qt, kt, vt, gt, load_number(beta[0], beta[1], beta[2] + t * beta[3], hv)
+    if b[0] is None:
+        return qt, kt, vt, gt, load_number(beta[0], beta[1], beta[2] + t * beta[3], hv)
+    else:
+        bt = load_numbers(b[0], b[1], b[2] + t * b[3], hv, c, K, K_EVEN)
+        return qt, kt, vt, gt, bt, load_numbers(w[0], w[1], w[2] + t * w[3], hv, d, V, V_EVEN)
 
 
 @triton.jit
@@ -78,18 +84,22 @@ def read_by(S, x):
 
 @triton.jit
 def advance(
-    last, q, k, v, a, b, rate, bias, scale, bound, beta_range, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
-    BOUNDED: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
+    last, token, rate, bias, scale, bound, beta_range, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
+    BOUNDED: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, STRENGTH: tl.constexpr,
 ):  # fmt: skip
-    """The state [BV, BK] after a token, and its output [BV]."""
+    """The state [BV, BK] after a token, and its output [BV]. ``token``: from `load_token`."""
+    q, k, v, a, b = token[0], token[1], token[2], token[3], token[4]
     k, q, v = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
-    b = b.to(tl.float32)
-    if RAW_BETA:
-        b = strength(b, beta_range)
+    if STRENGTH:
+        erase, v = k * strength_of(b, beta_range, RAW_BETA), v * strength_of(token[5], 1.0, RAW_BETA)
+    else:
+        b = b.to(tl.float32)
+        if RAW_BETA:
+            b = strength(b, beta_range)
     r_k, r_q = 1.0, scale
     if NORM:
         r_k, r_q = reciprocal_length(k), scale * reciprocal_length(q)
     S = last.to(tl.float32) * tl.exp(log_decay(a, rate, bias, bound, CHANNEL, RAW_GATE, BOUNDED))
-    u = b * (v - r_k * read_by(S, k)) * r_k  # [BV]
+    u = (v - r_k * read_by(S, erase)) * r_k if STRENGTH else b * (v - r_k * read_by(S, k)) * r_k  # [BV]
     S = tl.fma(tl.broadcast_to(k[None, :], S.shape), tl.broadcast_to(u[:, None], S.shape), S)
     return S, r_q * read_by(S, q)
