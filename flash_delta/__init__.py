@@ -3,6 +3,7 @@
 from flash_delta.ops import Explanation as Explanation
 from flash_delta.ops import chunk_comba as chunk_comba
 from flash_delta.ops import chunk_delta_rule as chunk_delta_rule
+from flash_delta.ops import chunk_gated_delta_product as chunk_gated_delta_product
 from flash_delta.ops import chunk_gated_delta_rule as chunk_gated_delta_rule
 from flash_delta.ops import chunk_gdn2 as chunk_gdn2
 from flash_delta.ops import chunk_kda as chunk_kda
@@ -15,6 +16,7 @@ from flash_delta.ops import explain as explain
 from flash_delta.ops import forbid_compilation as forbid_compilation
 from flash_delta.ops import fused_gdn_gate as fused_gdn_gate
 from flash_delta.ops import fused_kda_gate as fused_kda_gate
+from flash_delta.ops import fused_recurrent_gated_delta_product as fused_recurrent_gated_delta_product
 from flash_delta.ops import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 from flash_delta.ops import fused_recurrent_gdn2 as fused_recurrent_gdn2
 from flash_delta.ops import fused_recurrent_kda as fused_recurrent_kda

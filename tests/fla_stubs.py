@@ -23,7 +23,11 @@ def _lines(path: str) -> list[str]:
     if path in SECOND_PATHS:
         return [f"from {FLA}.{SECOND_PATHS[path]} import *  # noqa: F403\n"]
     rows = sorted((home, name[0].islower(), name) for name, home in homes(path).items())
-    return [f"from {home} import {name} as {name}\n" for home, _, name in rows]
+    return [_line(f"from {home} import ", f"{name} as {name}") for home, _, name in rows]
+
+
+def _line(start: str, name: str) -> str:
+    return f"{start}{name}\n" if len(start + name) <= 120 else f"{start}(\n    {name},\n)\n"
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 38_392, "workshop": 6_038, "tests": 33_586}
+LINES = {"flash_delta": 38_805, "workshop": 6_038, "tests": 33_916}
 
 
 def room(path: Path) -> str:
@@ -339,6 +339,8 @@ FLA = {
     "fused_recurrent_gated_delta_rule": "q k v g gk gv beta scale initial_state output_final_state"
     " use_qk_l2norm_in_kernel use_gate_in_kernel A_log dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval"
     " state_v_first cu_seqlens | transpose_state_layout",
+    "chunk_gated_delta_product": "q k v g beta num_householder scale initial_state output_final_state"
+    " use_qk_l2norm_in_kernel cu_seqlens cu_seqlens_cpu cp_context |",
     "chunk_kda": "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel"
     " use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute return_intermediate_states"
     " state_v_first cu_seqlens cu_seqlens_cpu cp_context use_graph max_num_seqs"

@@ -23,6 +23,7 @@ from flash_delta.integrations.fla.modules import l2norm
 from flash_delta.integrations.fla.modules.causal_conv1d import causal_conv1d, causal_conv1d_update
 from flash_delta.integrations.fla.modules.causal_conv1d import ops as conv_ops
 from flash_delta.integrations.fla.ops import comba, cp, gated_delta_rule, gdn2
+from flash_delta.integrations.fla.ops.gated_delta_product import naive as gdp_naive
 from flash_delta.integrations.fla.ops.gated_delta_rule import gate as gdn_gate
 from flash_delta.integrations.fla.ops.kda import gate as kda_gate
 from flash_delta.integrations.fla.ops.kda import naive as kda_naive
@@ -98,7 +99,9 @@ def test_documented_paths(path, names):
         members = [
             group
             for p, group in PATHS
-            if p.count(".") == 2 and p.startswith(".ops") and p not in (".ops.cp", ".ops.gdn2")
+            if p.count(".") == 2
+            and p.startswith(".ops")
+            and p.split(".")[2] not in ("cp", "gated_delta_product", "gdn2")
         ]
         names = [name for group in members for name in group if not name.startswith("naive")]
     assert exported == set(names)
@@ -182,6 +185,9 @@ def test_naive_references(x):
     expected = flash_delta.chunk_gdn2(**of_gates)
     assert_close(gdn2.naive_chunk_gdn2(**of_gates, chunk_size=32), expected)
     assert_close(gdn2.naive_recurrent_gdn2(**of_gates), expected)
+    of_pairs = gdn | {name: gdn[name][:, ::2] for name in "qg"} | {"scale": 0.3, "num_householder": 2}
+    expected = flash_delta.chunk_gated_delta_product(**of_pairs)
+    assert_close(gdp_naive.naive_recurrent_gated_delta_product(**take(of_pairs, "output_final_state")), expected)
     linear = take(gdn, "beta")
     expected = flash_delta.chunk_simple_gla(**linear)
     assert_close(gla_naive.naive_chunk_simple_gla(**linear, chunk_size=16), expected)
@@ -553,6 +559,7 @@ KINDS = {
     "gdn": ("GatedDeltaNet", {"num_v_heads": 4, "conv_bias": True}),
     "gdn-bare": ("GatedDeltaNet", {"use_gate": False, "use_short_conv": False, "allow_neg_eigval": True}),
     "gdn2": ("GatedDeltaNet2", {"num_v_heads": 4, "expand_v": 2, "allow_neg_eigval": True}),
+    "gdp": ("GatedDeltaProduct", {"num_v_heads": 4, "conv_bias": True, "num_householder": 3}),
     "kda": ("KimiDeltaAttention", {"num_v_heads": 4, "expand_v": 2, "safe_gate": True, "lower_bound": -5.0}),
 }
 HEADS = {"hidden_size": 12, "head_dim": 4, "num_heads": 2, "layer_idx": 1}

@@ -118,7 +118,7 @@ def test_gdn2_parameters_are_named_and_shaped_as_in_fla():
     assert shapes(GatedDeltaNet2(**HEADS, num_v_heads=4, expand_v=2)) == SHARED_SHAPES | own
 
 
-GATES = [("gdn", 0, 16), ("kda", 1, 16), ("kda-bounded", 1, 1), ("gdn2", 1, 16)]
+GATES = [("gdn", 0, 16), ("kda", 1, 16), ("kda-bounded", 1, 1), ("gdn2", 1, 16), ("gdp", 0, 16)]
 
 
 @pytest.mark.parametrize(("name", "low", "high"), GATES)

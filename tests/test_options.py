@@ -33,6 +33,7 @@ LEGAL = {  # by the option's name: numbers that every call below takes, whole on
     "null_slot": (0, 3),
     "max_num_seqs": (2,),
     "hidden_size": (8, 16),
+    "num_householder": (2, 1),
     "head_dim": (2, 4),
     "num_heads": (1, 2),
     "num_v_heads": (2, 4),
@@ -56,14 +57,15 @@ def delta_rule(op, **changes):
     serving, kda = "state_pool" in parameters, op.__name__.endswith(("kda", "gdn2"))
     decode = "num_accepted_tokens" in parameters
     b, t = (B, 2) if decode else (1, T) if serving else (B, T)
+    n = 2 if "num_householder" in parameters and changes.get("num_householder") != 1 else 1
     given = {
-        "q": rand(b, t, H, D), "k": rand(b, t, H, D), "v": rand(b, t, H, D), "p": rand(b, t, H, D),
-        "g": -rand(b, t, H, D) if kda else -rand(b, t, H), "beta": rand(b, t, H), "A_log": rand(H),
+        "q": rand(b, t, H, D), "k": rand(b, n * t, H, D), "v": rand(b, n * t, H, D), "p": rand(b, t, H, D),
+        "g": -rand(b, t, H, D) if kda else -rand(b, t, H), "beta": rand(b, n * t, H), "A_log": rand(H),
         "b": rand(b, t, H, D), "w": rand(b, t, H, D),
         "dt_bias": rand(H * D) if kda else rand(H), "initial_state": rand(B, H, D, D),
         "state_pool": rand(SLOTS, H, D, D), "cu_seqlens": torch.tensor([0, 1, T]) if serving and not decode else None,
         "read_indices": torch.arange(B), "state_v_first": False, "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True, "lower_bound": -5.0,
+        "use_beta_sigmoid_in_kernel": True, "lower_bound": -5.0, "num_householder": n,
     }  # fmt: skip
     if changes.get("checkpoint_every") is not None:
         given["checkpoint_indices"] = torch.full((B, 1), -1)

@@ -86,9 +86,11 @@ LAYERS = {
         LayerSplit("layer-delta", "delta", (9, 12), (15, 6)),
         LayerSplit("layer-comba", "comba", (9, 12), (15, 6)),
         LayerSplit("layer-gla", "gla-grouped", (9, 12), (15, 6)),
+        LayerSplit("layer-updates", "gdp", (40, 3), None, fragments="sequences"),
     ],
     4: [
         LayerSplit("layer-gates", "gdn2-grouped", (9, 12), (5, 10, 6, 0)),
+        LayerSplit("layer-3-updates", "gdp-grouped", (9, 12), (5, 10, 9, 0)),
         LayerSplit("layer-zigzag", "kda", (23, 0, 41), None, fragments="sequences"),
         LayerSplit("layer-short-pieces", "gdn-grouped", (12, 9), None, fragments="row"),
         LayerSplit("layer-tiny", "gdn-grouped", (12,), (1, 0, 2, 9)),

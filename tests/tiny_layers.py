@@ -8,6 +8,7 @@ from flash_delta.layers import (
     DeltaNet,
     GatedDeltaNet,
     GatedDeltaNet2,
+    GatedDeltaProduct,
     KimiDeltaAttention,
     SimpleGatedLinearAttention,
 )
@@ -23,6 +24,13 @@ DELTA_LAYERS = {
     "kda-bounded": lambda: KimiDeltaAttention(**HEADS, num_v_heads=4, expand_v=2, lower_bound=-5.0, safe_gate=True),
     "gdn2": lambda: GatedDeltaNet2(**HEADS),
     "gdn2-grouped": lambda: GatedDeltaNet2(**HEADS, num_v_heads=4, expand_v=2, conv_bias=True, allow_neg_eigval=True),
+    "gdp": lambda: GatedDeltaProduct(**HEADS),
+    "gdp-grouped": lambda: GatedDeltaProduct(
+        **HEADS, num_v_heads=4, conv_bias=True, allow_neg_eigval=False, num_householder=3
+    ),
+    "gdp-bare": lambda: GatedDeltaProduct(
+        **HEADS, use_output_gate=False, use_short_conv=False, use_forget_gate=False, mode="fused_recurrent"
+    ),
     "delta": lambda: DeltaNet(hidden_size=D, num_heads=2),
     "delta-bare": lambda: DeltaNet(
         "fused_recurrent",

@@ -21,6 +21,7 @@ KINDS = {
     "gdn": {"mixer": "gdn"},
     "kda": {"mixer": "kda", "lower_bound": -5.0},
     "gdn2": {"mixer": "gdn2", "allow_neg_eigval": True},
+    "gdp": {"mixer": "gdp", "num_householder": 3, "allow_neg_eigval": True},
     "hybrid": {"mixers": ["gdn", "attention", "kda"]},
 }
 

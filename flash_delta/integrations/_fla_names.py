@@ -8,10 +8,14 @@ a file of the folder ``fla``.
 FLA = "flash_delta.integrations.fla"
 
 PATHS = {
-    "layers": {"mixers": "Comba DeltaNet GatedDeltaNet GatedDeltaNet2 KimiDeltaAttention SimpleGatedLinearAttention"},
+    "layers": {
+        "mixers": "Comba DeltaNet GatedDeltaNet GatedDeltaNet2 GatedDeltaProduct KimiDeltaAttention"
+        " SimpleGatedLinearAttention"
+    },
     "layers.comba": {"mixers": "Comba"},
     "layers.delta_net": {"mixers": "DeltaNet", "flash_delta.layers.delta_net": "sum_norm"},
     "layers.gated_deltanet": {"mixers": "GatedDeltaNet"},
+    "layers.gated_deltaproduct": {"mixers": "GatedDeltaProduct"},
     "layers.gdn2": {"mixers": "GatedDeltaNet2"},
     "layers.kda": {"mixers": "KimiDeltaAttention"},
     "layers.simple_gla": {"mixers": "SimpleGatedLinearAttention"},
@@ -46,6 +50,9 @@ PATHS = {
     "ops.delta_rule.fused_chunk": {"calls": "fused_chunk_delta_rule"},
     "ops.delta_rule.fused_recurrent": {"calls": "fused_recurrent_delta_rule"},
     "ops.delta_rule.naive": {"naive": "delta_rule_chunkwise delta_rule_recurrence"},
+    "ops.gated_delta_product": {"calls": "chunk_gated_delta_product"},
+    "ops.gated_delta_product.chunk": {"calls": "chunk_gated_delta_product"},
+    "ops.gated_delta_product.naive": {"naive": "naive_recurrent_gated_delta_product"},
     "ops.gated_delta_rule": {
         "calls": "chunk_gated_delta_rule chunk_gdn fused_recurrent_gated_delta_rule fused_recurrent_gdn",
         "naive": "naive_chunk_gated_delta_rule naive_recurrent_gated_delta_rule",

@@ -4,8 +4,8 @@ from flash_delta.layers import _fully_shard  # noqa: F401 (so that FSDP2 keeps g
 from flash_delta.layers.attention import Attention
 from flash_delta.layers.comba import Comba
 from flash_delta.layers.delta_net import DeltaNet
-from flash_delta.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
-from flash_delta.layers.kimi_delta_attention import KimiDeltaAttention
+from flash_delta.layers.gated_delta_net import GatedDeltaNet, GatedDeltaProduct
+from flash_delta.layers.kimi_delta_attention import GatedDeltaNet2, KimiDeltaAttention
 from flash_delta.layers.simple_gla import SimpleGatedLinearAttention
 from flash_delta.layers.state import AttentionState, MixerState
 from flash_delta.layers.tensor_parallel import tensor_parallel_plan
@@ -17,6 +17,7 @@ __all__ = [
     "DeltaNet",
     "GatedDeltaNet",
     "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "KimiDeltaAttention",
     "MixerState",
     "SimpleGatedLinearAttention",

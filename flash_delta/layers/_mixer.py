@@ -48,6 +48,7 @@ class Mixer(GateParameters):
         backend: str | None,
         num_kv_heads: int | None = None,  # heads of k and v before the subclass repeats them
         use_beta: bool = True,
+        updates: int = 1,  # of the state per token: so many times as many channels of k, v and beta
         activations: Activations = ("silu", "silu", "silu"),
     ) -> None:
         super().__init__()
@@ -66,10 +67,10 @@ class Mixer(GateParameters):
         self.use_short_conv, self.activations = use_short_conv, activations
 
         k_heads, v_heads = (num_heads, num_v_heads) if num_kv_heads is None else (num_kv_heads, num_kv_heads)
-        widths = num_heads * head_k_dim, k_heads * head_k_dim, v_heads * head_v_dim
+        widths = num_heads * head_k_dim, updates * k_heads * head_k_dim, updates * v_heads * head_v_dim
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, width, bias=False) for width in widths)
         if use_beta:
-            self.b_proj = nn.Linear(hidden_size, num_v_heads, bias=False)
+            self.b_proj = nn.Linear(hidden_size, updates * num_v_heads, bias=False)
         self.o_proj = nn.Linear(num_v_heads * head_v_dim, hidden_size, bias=False)
         if use_short_conv:
             self.q_conv1d, self.k_conv1d, self.v_conv1d = (
@@ -201,7 +202,7 @@ class Mixer(GateParameters):
         Returns:
             The op's arguments by name, q and k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or [B, T, HV, K], beta
             [B, T, HV], raw if `options` tells the op so; and the convolutions' states or None. If the op has no g or
-            beta, they are left out.
+            beta, they are left out. With n updates per token, k, v and beta have n T rows.
         """
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         halo = None

@@ -1,16 +1,23 @@
-"""Gated DeltaNet and Gated DeltaNet 2 as layers."""
+"""Gated DeltaNet and Gated DeltaProduct as layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from flash_delta.layers._delta_mixer import ChannelGateMixer, ScalarGateMixer
+from flash_delta.layers._delta_mixer import ScalarGateMixer
+from flash_delta.layers._mixer import Mixer
 from flash_delta.layers._options import head_widths
-from flash_delta.ops import chunk_gated_delta_rule, chunk_gdn2, fused_recurrent_gated_delta_rule, fused_recurrent_gdn2
-from flash_delta.ops._check.options import as_bool
+from flash_delta.ops import (
+    chunk_gated_delta_product,
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_product,
+    fused_recurrent_gated_delta_rule,
+)
+from flash_delta.ops._check.options import as_bool, as_size
 
 
 class GatedDeltaNet(ScalarGateMixer):
@@ -96,69 +103,71 @@ class GatedDeltaNet(ScalarGateMixer):
         return fused_recurrent_gated_delta_rule if recurrent else chunk_gated_delta_rule
 
 
-class GatedDeltaNet2(ChannelGateMixer):
-    """Gated DeltaNet 2 (GDN-2): a delta rule with a decay and an erase gate per key channel, a write gate per value
-    channel.
+class GatedDeltaProduct(ScalarGateMixer):
+    """Gated DeltaProduct (arXiv:2502.10297): Gated DeltaNet with n updates of the state per token.
 
-    Equation, per value head, with l2-normalised q_t, k_t::
+    Equation, per value head, with l2-normalised q_t, k_tj, and beta_t = 2 sigmoid(b_proj(x_t)), for j = 1 to n::
 
-        g_t = -exp(A_log) * softplus(f_proj(x_t) + dt_bias),    b_t = sigmoid(b_proj(x_t))      [K]
-        w_t = sigmoid(w_proj(x_t))                                                              [V]
-        S~_t = diag(e^{g_t}) S_{t-1},    S_t = S~_t + k_t (w_t . v_t - S~_t^T (b_t . k_t))^T
-        o_t = K^{-1/2} S_t^T q_t
+        g_t  = -exp(A_log) * softplus(a_proj(x_t) + dt_bias),    S_t0 = e^{g_t} S_{t-1}
+        S_tj = (I - beta_tj k_tj k_tj^T) S_{t,j-1} + beta_tj k_tj v_tj^T
+        S_t  = S_tn,    o_t = K^{-1/2} S_t^T q_t
 
-    and then y_t = o_proj(RMSNorm(o_t) * sigmoid(g_proj(x_t))). f_proj and g_proj have rank V. The value heads of a key
-    head share g_t and b_t. `A_log` is [H], `dt_bias` [H * K], both kept in fp32. So far only the torch backend runs the
-    layer.
+    and then y_t = o_proj(RMSNorm(o_t) * silu(g_proj(x_t))). k, v and beta have n H K, n HV V and n HV channels, those
+    of the first update first. `A_log` and `dt_bias` are [HV], kept in fp32.
 
     Args:
         hidden_size: width D of the input and output. Default 2048.
-        expand_v: value width V as a multiple of head_dim. Default 1.
-        head_dim: key width K. Default 128.
-        num_heads: key heads H. Default 16.
+        expand_v: value width V as a multiple of head_dim. Default 2.
+        head_dim: key width K. Default 256.
+        num_heads: key heads H. Default 6.
         num_v_heads: value heads HV, a multiple of H; None means H.
         mode: "chunk", or "fused_recurrent" to always run token by token. Default "chunk". Without gradients, short
             inputs run token by token in both modes.
+        use_output_gate: whether the output norm is gated by g_proj. Default True.
         use_short_conv: whether q, k, v pass a short causal convolution. Default True.
-        allow_neg_eigval: b in (0, 2) instead of (0, 1) (arXiv:2411.12537). w stays in (0, 1). Default False.
         conv_size: taps of the convolution. Default 4.
         conv_bias: whether the convolutions have a bias. Default False.
         layer_idx: the place of the layer in its model. The layer does not use it.
         norm_eps: eps of the output norm. Default 1e-5.
+        use_forget_gate: whether the state decays. Default True.
+        allow_neg_eigval: beta in (0, 2); False: in (0, 1). Default True.
+        num_householder: the number n of updates per token. Default 2.
         backend: the backend of the ops, the convolutions and the norm. Default None: each chooses.
 
     Raises:
-        ValueError: if num_v_heads, expand_v or mode is not as above.
+        ValueError: if num_v_heads, expand_v, mode or num_householder is not as above.
 
     Example:
         >>> import torch
-        >>> from flash_delta.layers import GatedDeltaNet2, MixerState
-        >>> layer = GatedDeltaNet2(hidden_size=64, num_heads=2, head_dim=16).eval()
+        >>> from flash_delta.layers import GatedDeltaProduct, MixerState
+        >>> layer = GatedDeltaProduct(hidden_size=64, num_heads=2, head_dim=16, num_householder=3).eval()
         >>> state, prompt, token = MixerState(), torch.randn(1, 50, 64), torch.randn(1, 1, 64)
         >>> y = layer(prompt, state=state)  # the layer leaves its state there
         >>> layer(token, state=state).shape
         torch.Size([1, 1, 64])
-
-    Source: Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention. Parameters are those of fla 0.6.0.
     """
 
     def __init__(
         self,
         hidden_size: int = 2048,
-        expand_v: float = 1,
-        head_dim: int = 128,
-        num_heads: int = 16,
+        expand_v: float = 2,
+        head_dim: int = 256,
+        num_heads: int = 6,
         num_v_heads: int | None = None,
         mode: str = "chunk",
+        use_output_gate: bool = True,
         use_short_conv: bool = True,
-        allow_neg_eigval: bool = False,
         conv_size: int = 4,
         conv_bias: bool = False,
         layer_idx: int | None = None,
         norm_eps: float = 1e-5,
+        use_forget_gate: bool = True,
+        allow_neg_eigval: bool = True,
+        num_householder: int = 2,
         backend: str | None = None,
     ) -> None:
         layer = type(self).__name__
+        updates = as_size(layer, "num_householder", num_householder)
         super().__init__(
             hidden_size=hidden_size,
             num_heads=num_heads,
@@ -170,27 +179,45 @@ class GatedDeltaNet2(ChannelGateMixer):
             conv_bias=conv_bias,
             layer_idx=layer_idx,
             backend=backend,
-            use_beta=False,
+            updates=updates,
         )
-        self.allow_neg_eigval = as_bool(layer, "allow_neg_eigval", allow_neg_eigval)
-        self.b_proj = nn.Linear(self.hidden_size, self.num_heads * self.head_k_dim, bias=False)
-        self.w_proj = nn.Linear(self.hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
-        self._add_parts(self.num_heads, norm_eps)
+        self.num_householder, self.allow_neg_eigval = updates, as_bool(layer, "allow_neg_eigval", allow_neg_eigval)
+        self.use_forget_gate = as_bool(layer, "use_forget_gate", use_forget_gate)
+        if self.use_forget_gate:
+            self._add_gate()
+        self._add_norm(as_bool(layer, "use_output_gate", use_output_gate), norm_eps)
 
-    def _gates(self, x: Tensor) -> dict[str, Tensor]:
-        b = self.b_proj(x).unflatten(-1, (-1, self.head_k_dim))
-        w = self.w_proj(x).unflatten(-1, (-1, self.head_v_dim))
-        return {"g": self._for_values(self._raw_gate(x), 2), "b": self._for_values(b, 2), "w": w}
+    def reset_parameters(self) -> None:
+        """Draw A_log and dt_bias anew, if there are any."""
+        if self.use_forget_gate:
+            super().reset_parameters()
 
-    def _for_values(self, x: Tensor, axis: int) -> Tensor:
-        """Each key head's part of ``x``, once for each of its value heads."""
-        group = self.num_v_heads // self.num_heads
-        return x if group == 1 else x.repeat_interleave(group, axis)
+    def _by_updates(self, x: Tensor) -> Tensor:
+        """[B, T, n * channels] -> [B, n T, channels]"""
+        return x.unflatten(-1, (self.num_householder, -1)).flatten(1, 2)
 
-    def gate_options(self) -> dict[str, Any]:
-        given = super().gate_options()
-        dt_bias = self._for_values(given["dt_bias"].unflatten(0, (-1, self.head_k_dim)), 0).flatten()
-        return given | {"A_log": self._for_values(given["A_log"], 0), "dt_bias": dt_bias}
+    def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        return super()._heads(q, self._by_updates(k), self._by_updates(v))
+
+    def _gates(self, x: Tensor) -> dict[str, Any]:
+        g = self._log_decay(self._raw_gate(x)) if self.use_forget_gate else None
+        return {"g": g, "beta": self._by_updates(self.b_proj(x))}
+
+    def _separate(
+        self, tokens: dict[str, Tensor], options: dict[str, Any], seq_idx: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if tokens["g"] is None:
+            B, T, HV = *tokens["q"].shape[:2], tokens["beta"].shape[2]
+            tokens = tokens | {"g": tokens["q"].new_zeros(B, T, HV, dtype=torch.float32)}
+        return Mixer._separate(self, tokens, options, seq_idx)  # g is the decay already
+
+    def options(self) -> dict[str, Any]:
+        return Mixer.options(self) | {
+            "num_householder": self.num_householder,
+            "use_qk_l2norm_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+        }
 
     def _op(self, recurrent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        return fused_recurrent_gdn2 if recurrent else chunk_gdn2
+        return fused_recurrent_gated_delta_product if recurrent else chunk_gated_delta_product

@@ -25,7 +25,8 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
         A style for each of the layer's modules. The style for "" is for the layer's own parameters.
 
     Raises:
-        ValueError: for another module; in `parallelize_module`, if heads do not divide.
+        ValueError: for another module, and for a `GatedDeltaProduct` with several updates per token, whose channels are
+            not ordered by heads; in `parallelize_module`, if heads do not divide.
 
     Example:
         >>> from flash_delta.layers import GatedDeltaNet, tensor_parallel_plan
@@ -36,6 +37,8 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     """
     if not isinstance(layer, Mixer | Attention):
         raise ValueError(f"layer: expected a layer of flash_delta.layers, got {type(layer).__name__}")
+    if (updates := getattr(layer, "num_householder", 1)) > 1:
+        raise ValueError(f"layer: expected one with num_householder = 1, got {type(layer).__name__} with {updates}")
     plan: dict[str, ParallelStyle] = {"": _Laid(Shard(0))}
     for name, module in layer.named_children():
         if isinstance(module, nn.Sequential):  # the first of two matrices is for all heads

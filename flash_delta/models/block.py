@@ -6,7 +6,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from flash_delta.layers import Attention, AttentionState, GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, MixerState
+from flash_delta.layers import (
+    Attention,
+    AttentionState,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    KimiDeltaAttention,
+    MixerState,
+)
 from flash_delta.models.configuration import FlashDeltaConfig
 from flash_delta.modules import RMSNorm
 from flash_delta.parallel import ContextParallel
@@ -36,6 +44,8 @@ def build_mixer(config: FlashDeltaConfig, layer_idx: int) -> nn.Module:
         "norm_eps": config.norm_eps,
         "backend": config.backend,
     }
+    if name == "gdp":
+        return GatedDeltaProduct(**shared, num_householder=config.num_householder)
     if name != "kda":
         return {"gdn": GatedDeltaNet, "gdn2": GatedDeltaNet2}[name](**shared)
     # Log decays of a bounded gate are never below the bound, so safe_gate's promise holds.

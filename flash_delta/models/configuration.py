@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-MIXERS = ("gdn", "kda", "gdn2", "attention")
+MIXERS = ("gdn", "kda", "gdn2", "gdp", "attention")
 
 
 class FlashDeltaConfig(PreTrainedConfig):
-    """Sizes of a decoder whose layers mix tokens by Gated DeltaNet, Kimi Delta Attention, GDN-2 or softmax attention.
+    """Sizes of a decoder whose layers mix tokens by a delta rule (Gated DeltaNet and its kin) or softmax attention.
 
     Args:
         vocab_size: number of tokens. Default 32000.
         hidden_size: width of the residual stream. Default 1024.
         intermediate_size: width of the SwiGLU MLP; None means 8/3 hidden_size, rounded up to a multiple of 64.
         num_hidden_layers: number of blocks. Default 24.
-        mixers: one of "gdn", "kda", "gdn2", "attention" per block. None means that the next two arguments decide.
+        mixers: one of "gdn", "kda", "gdn2", "gdp", "attention" per block. None means that the next two arguments
+            decide.
         mixer: the mixer of the blocks that are not attention. Default "gdn".
         attention_every: n, if every n-th block is softmax attention. None means that no block is.
         num_heads, num_v_heads, head_dim, expand_v, conv_size, allow_neg_eigval: as in `GatedDeltaNet`,
-            `KimiDeltaAttention` and `GatedDeltaNet2`. Defaults 8, None, 128, 1.0, 4, False.
+            `KimiDeltaAttention`, `GatedDeltaNet2` and `GatedDeltaProduct`. Defaults 8, None, 128, 1.0, 4, False.
+        num_householder: updates of the state per token in "gdp", which is `GatedDeltaProduct`. Default 2.
         lower_bound: bound of KDA's log decay per token, in [-5, 0); None means the softplus gate.
         num_attention_heads, num_key_value_heads, attention_head_dim, rope_theta: as in `Attention`. Defaults 8, None
             (no groups), None (hidden_size / num_attention_heads), 10000.
@@ -60,6 +62,7 @@ class FlashDeltaConfig(PreTrainedConfig):
     expand_v: float = 1.0
     conv_size: int = 4
     allow_neg_eigval: bool = False
+    num_householder: int = 2
     lower_bound: float | None = None
     num_attention_heads: int = 8
     num_key_value_heads: int | None = None

@@ -11,7 +11,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from flash_delta.layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
+from flash_delta.layers._delta_mixer import DeltaMixer
 from flash_delta.models.block import FlashDeltaBlock
 from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
@@ -38,7 +38,7 @@ class FlashDeltaPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, ShortConvolution):
             module.reset_parameters()
-        elif isinstance(module, GatedDeltaNet | GatedDeltaNet2 | KimiDeltaAttention):
+        elif isinstance(module, DeltaMixer):
             A_log, dt_bias = module.initial_gate()
             init.copy_(module.A_log, A_log)
             init.copy_(module.dt_bias, dt_bias)

@@ -7,7 +7,11 @@ from typing import Any
 from flash_delta.ops._backend import Explain, Explanation
 from flash_delta.ops._compilation import forbid_compilation
 from flash_delta.ops.comba import chunk_comba
-from flash_delta.ops.delta_rule import chunk_delta_rule
+from flash_delta.ops.delta_rule import (
+    chunk_delta_rule,
+    chunk_gated_delta_product,
+    fused_recurrent_gated_delta_product,
+)
 from flash_delta.ops.gate import (
     fused_gdn_gate,
     fused_kda_gate,
@@ -35,6 +39,7 @@ __all__ = [
     "Place",
     "chunk_comba",
     "chunk_delta_rule",
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn2",
     "chunk_kda",
@@ -47,6 +52,7 @@ __all__ = [
     "forbid_compilation",
     "fused_gdn_gate",
     "fused_kda_gate",
+    "fused_recurrent_gated_delta_product",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn2",
     "fused_recurrent_kda",

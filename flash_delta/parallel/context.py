@@ -81,6 +81,16 @@ class ContextParallel(Part):
         the sum of the gradients on all ranks."""
         return AllTokens.apply(self, dim, x)
 
+    def times(self, n: int) -> "ContextParallel":
+        """Called by ops with n updates per token, for which it is the split of n times as many tokens."""
+        if n == 1:
+            return self
+        if n not in self._multiples:
+            bounds, held = self.split.cu_seqlens, self.split.fragments
+            fragments = [[(n * start, n * stop) for start, stop in of_rank] for of_rank in held]
+            self._multiples[n] = ContextParallel(self.group, [n * bound for bound in bounds], fragments=fragments)
+        return self._multiples[n]
+
     def delta_rule(self, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]:
         """Called by chunk ops; see `flash_delta.parallel.delta_rule`."""
         return delta_rule(self, run, x)

@@ -43,6 +43,7 @@ class Part:
         self.continues = tuple(self.split.continues(piece) for piece in self.rows)
         self._on_device: dict[tuple, Tensor] = {}
         self._borders: dict[int, Any] = {}  # borders of convolutions, by the number of taps
+        self._multiples: dict[int, Any] = {}  # of `times`
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of ``x``, which has the whole row's tokens along ``dim``. With one fragment, it is a

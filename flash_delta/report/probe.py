@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flash_delta.layers import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention
+from flash_delta.layers._delta_mixer import DeltaMixer, ScalarGateMixer
 from flash_delta.models import FlashDeltaCache
 from flash_delta.ops import fused_gdn_gate, fused_kda_gate
 
@@ -32,8 +32,7 @@ def probe(model: PreTrainedModel, tokens: Tensor) -> Probe:
     """Lets the model read tokens [T] once."""
     model.eval()
     mixers = {i: layer.mixer for i, layer in enumerate(model.model.layers)}
-    kinds = GatedDeltaNet | GatedDeltaNet2 | KimiDeltaAttention
-    linear = {i: mixer for i, mixer in mixers.items() if isinstance(mixer, kinds)}
+    linear = {i: mixer for i, mixer in mixers.items() if isinstance(mixer, DeltaMixer)}
     raw: dict[int, Tensor] = {}
     cache = FlashDeltaCache(model.config)
     hooks = [_gate_projection(mixer).register_forward_hook(_keep(raw, i)) for i, mixer in linear.items()]
@@ -47,7 +46,7 @@ def probe(model: PreTrainedModel, tokens: Tensor) -> Probe:
 
 
 def _gate_projection(mixer: nn.Module) -> nn.Module:
-    return mixer.a_proj if isinstance(mixer, GatedDeltaNet) else mixer.f_proj
+    return mixer.a_proj if isinstance(mixer, ScalarGateMixer) else mixer.f_proj
 
 
 def _keep(into: dict[int, Tensor], layer: int):
@@ -56,7 +55,7 @@ def _keep(into: dict[int, Tensor], layer: int):
 
 def _log_decay(mixer: nn.Module, raw: Tensor) -> Tensor:
     """The log decay [T, HV] or [T, HV, K] from the raw gate [1, T, ...]."""
-    if isinstance(mixer, GatedDeltaNet):
+    if isinstance(mixer, ScalarGateMixer):
         return fused_gdn_gate(raw, mixer.A_log, mixer.dt_bias)[0]
     raw = raw.unflatten(-1, (len(mixer.A_log), -1))
     return fused_kda_gate(raw, mixer.A_log, mixer.dt_bias, lower_bound=mixer.lower_bound)[0]

@@ -25,6 +25,7 @@ from flash_delta.integrations.fla.mixers import (
     DeltaNet,
     GatedDeltaNet,
     GatedDeltaNet2,
+    GatedDeltaProduct,
     KimiDeltaAttention,
     SimpleGatedLinearAttention,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "DeltaNet",
     "GatedDeltaNet",
     "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "KimiDeltaAttention",
     "SimpleGatedLinearAttention",
     "install",

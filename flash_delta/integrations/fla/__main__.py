@@ -13,9 +13,12 @@ from pathlib import Path
 
 HERE = "flash_delta.integrations.fla"
 FAMILY = {
-    "ops": ("comba", "cp", "delta_rule", "gated_delta_rule", "gdn2", "kda", "simple_gla", "utils"),
+    "ops": (
+        *("comba", "cp", "delta_rule", "gated_delta_product", "gated_delta_rule"),
+        *("gdn2", "kda", "simple_gla", "utils"),
+    ),
     "modules": ("causal_conv1d", "norm"),
-    "layers": ("comba", "delta_net", "gated_deltanet", "gdn2", "kda", "simple_gla", "utils"),
+    "layers": ("comba", "delta_net", "gated_deltanet", "gated_deltaproduct", "gdn2", "kda", "simple_gla", "utils"),
 }
 INSIDE = ("backends", "triton_ascend", "wy_fast")  # parts of paths that only fla itself imports
 

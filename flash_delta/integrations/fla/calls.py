@@ -36,6 +36,7 @@ chunk_kda = as_in_fla(ops.chunk_kda)
 fused_recurrent_kda = as_in_fla(ops.fused_recurrent_kda)
 fused_chunk_delta_rule = chunk_delta_rule = ops.chunk_delta_rule
 chunk_comba = ops.chunk_comba
+chunk_gated_delta_product = ops.chunk_gated_delta_product
 chunk_gdn2, fused_recurrent_gdn2 = ops.chunk_gdn2, ops.fused_recurrent_gdn2
 chunk_simple_gla = ops.chunk_simple_gla
 

@@ -121,6 +121,12 @@ class GatedDeltaNet2(FlaForward, layers.GatedDeltaNet2):
     state_v_first = False
 
 
+class GatedDeltaProduct(FlaForward, layers.GatedDeltaProduct):
+    """:class:`flash_delta.layers.GatedDeltaProduct`, called as fla's is; the constructor has the same arguments."""
+
+    state_v_first = False
+
+
 class KimiDeltaAttention(FlaForward, layers.KimiDeltaAttention):
     """:class:`flash_delta.layers.KimiDeltaAttention`, called as fla's is; the constructor has the same arguments."""
 

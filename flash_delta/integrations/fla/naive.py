@@ -13,6 +13,7 @@ from flash_delta.ops import (
     chunk_gdn2,
     chunk_kda,
     chunk_simple_gla,
+    fused_recurrent_gated_delta_product,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn2,
     fused_recurrent_kda,
@@ -53,6 +54,27 @@ def naive_chunk_gated_delta_rule(
     return chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, chunk_size=chunk_size, backend="torch"
     )
+
+
+def naive_recurrent_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    num_householder: int = 1,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`flash_delta.fused_recurrent_gated_delta_product` in float32 on the torch backend; o has q's dtype. As in
+    fla, the final state always comes."""
+    x, sizes = [x.float() for x in (q, k, v)], (num_householder, scale)
+    o, S = fused_recurrent_gated_delta_product(
+        *x, g, beta, *sizes, initial_state, output_final_state=True, cu_seqlens=cu_seqlens, backend="torch"
+    )
+    return o.to(q.dtype), S
 
 
 def naive_recurrent_kda(

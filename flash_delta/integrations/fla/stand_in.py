@@ -31,6 +31,7 @@ ALIASES = {  # older paths of fla
 FUNCTIONS = {  # classes that trainers register with frameworks: the classes that compute here
     "modules.causal_conv1d.ops": {"CausalConv1dFunction": Elementwise},
     "modules.norm.fused_norm_gate": {"LayerNormGatedFunction": Elementwise},
+    "ops.gated_delta_product.chunk": {"ChunkGatedDeltaProductFunction": DeltaRule},
     "ops.gated_delta_rule.chunk": {"ChunkGatedDeltaRuleFunction": DeltaRule},
     "ops.gated_delta_rule.fused_recurrent": {"FusedRecurrentFunction": DeltaRule},
     "ops.gdn2.chunk": {"ChunkGDN2Function": DeltaRule},

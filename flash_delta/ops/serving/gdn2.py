@@ -37,7 +37,7 @@ def decode_gdn2(
     state_v_first: bool,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Decode, or verify drafts, with GDN-2. So far it runs on a CPU only.
+    r"""Decode, or verify drafts, with GDN-2.
 
     .. math::
         \tilde S_t = \mathrm{diag}(e^{g_t}) \, S_{t-1}, \qquad
@@ -119,7 +119,7 @@ def prefill_gdn2(
     state_v_first: bool,
     backend: str | None = None,
 ) -> Tensor:
-    r"""Continue sequences from their states in a pool, with GDN-2. So far it runs on a CPU only.
+    r"""Continue sequences from their states in a pool, with GDN-2.
 
     .. math::
         \tilde S_t = \mathrm{diag}(e^{g_t}) \, S_{t-1}, \qquad

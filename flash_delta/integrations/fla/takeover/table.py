@@ -11,6 +11,7 @@ from torch import Tensor
 from flash_delta.integrations.fla.calls import (
     chunk_comba,
     chunk_delta_rule,
+    chunk_gated_delta_product,
     chunk_gated_delta_rule,
     chunk_gdn2,
     chunk_kda,
@@ -206,6 +207,7 @@ TABLE = (
     Taken(fused_kda_gate, _kda_gate, (f"{KDA}.gate",), "kda"),
     Taken(chunk_delta_rule, _rule(chunk_delta_rule), ("ops.delta_rule.chunk",), keywords=("chunk_size",)),
     Taken(fused_recurrent_delta_rule, _without_decay, ("ops.delta_rule.fused_recurrent",)),
+    Taken(chunk_gated_delta_product, _rule(chunk_gated_delta_product), ("ops.gated_delta_product.chunk",)),
     Taken(chunk_comba, _rule(chunk_comba), ("ops.comba.chunk",)),
     Taken(fused_recurrent_comba, _rule(chunk_comba), ("ops.comba.fused_recurrent",)),
     Taken(chunk_simple_gla, _rule(chunk_simple_gla), ("ops.simple_gla.chunk",), keywords=("chunk_size",)),

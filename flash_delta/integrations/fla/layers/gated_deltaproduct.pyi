@@ -1,0 +1,1 @@
+from flash_delta.integrations.fla.mixers import GatedDeltaProduct as GatedDeltaProduct

@@ -1,0 +1,1 @@
+from flash_delta.integrations.fla.calls import chunk_gated_delta_product as chunk_gated_delta_product
