@@ -117,8 +117,7 @@ class GatedDeltaNet2(ChannelGateMixer):
         o_t = K^{-1/2} S_t^T q_t
 
     and then y_t = o_proj(RMSNorm(o_t) * sigmoid(g_proj(x_t))). f_proj and g_proj have rank V. The value heads of a key
-    head share g_t and b_t. `A_log` is [H], `dt_bias` [H * K], both kept in fp32. So far only the torch backend runs the
-    layer.
+    head share g_t and b_t. `A_log` is [H], `dt_bias` [H * K], both kept in fp32.
 
     Args:
         hidden_size: width D of the input and output. Default 2048.
