@@ -105,7 +105,7 @@ def chunk_gated_delta_product(
 
     .. math::
         S_{t,0} = e^{g_t} S_{t-1}, \qquad
-        S_{t,j} = S_{t,j-1} + \beta_{tj} k_{tj} (v_{tj} - S_{t,j-1}^\top k_{tj})^\top \quad (j = 1 \ldots n), \\
+        S_{t,j} = S_{t,j-1} + \beta_{tj} k_{tj} (v_{tj} - S_{t,j-1}^\top k_{tj})^\top \quad (j = 1 \ldots n), \qquad
         S_t = S_{t,n}, \qquad o_t = \text{scale} \cdot S_t^\top q_t
 
     It runs as the gated delta rule on n T tokens, so it costs about n times as much. Its backends are those of
@@ -178,7 +178,7 @@ def fused_recurrent_gated_delta_product(
 
     .. math::
         S_{t,0} = e^{g_t} S_{t-1}, \qquad
-        S_{t,j} = S_{t,j-1} + \beta_{tj} k_{tj} (v_{tj} - S_{t,j-1}^\top k_{tj})^\top \quad (j = 1 \ldots n), \\
+        S_{t,j} = S_{t,j-1} + \beta_{tj} k_{tj} (v_{tj} - S_{t,j-1}^\top k_{tj})^\top \quad (j = 1 \ldots n), \qquad
         S_t = S_{t,n}, \qquad o_t = \text{scale} \cdot S_t^\top q_t
 
     T calls with one token each give the same bits as one call with T tokens, if each call passes its state to the next.
