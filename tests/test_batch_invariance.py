@@ -98,6 +98,9 @@ def test_a_row_over_ranks_is_refused():
         def place(self, numbers, device):
             return torch.tensor(numbers, device=device)
 
+        def times(self, n):
+            return self
+
         def delta_rule(self, run, x):
             return run(x, self.bounds)
 

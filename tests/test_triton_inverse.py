@@ -17,7 +17,8 @@ from flash_delta import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
 from flash_delta.kernels.triton.forward.products import times_inverse, unit_of
 from flash_delta.problem import Inputs
 from flash_delta.testing import relative_error
-from workshop.gate.cases.rule import Kernels, describe
+from workshop.gate.cases.members import describe
+from workshop.gate.cases.rule import Kernels
 
 
 @triton.jit

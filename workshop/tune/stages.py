@@ -17,7 +17,8 @@ from flash_delta.kernels.triton.serving.rows import plan_decode
 from flash_delta.problem import Around, Inputs, Pools, Problem, Slots
 from flash_delta.reference import backend, chunked, stages
 from flash_delta.reference.tokens import TokenReader
-from workshop.gate.cases.rule import Kernels, Tensors, describe
+from workshop.gate.cases.members import describe
+from workshop.gate.cases.rule import Kernels, Tensors
 from workshop.tune.stage import Stage
 
 

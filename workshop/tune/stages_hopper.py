@@ -18,7 +18,8 @@ from flash_delta.kernels.runtime.run import ByTriton, given_to
 from flash_delta.kernels.triton.backward.results import OutputGradients
 from flash_delta.problem import Inputs, Problem
 from flash_delta.reference import backend
-from workshop.gate.cases.rule import Planned, Tensors, describe
+from workshop.gate.cases.members import describe
+from workshop.gate.cases.rule import Planned, Tensors
 from workshop.tune.stage import Stage
 
 NAMES = "q", "k", "v", "g", "beta"

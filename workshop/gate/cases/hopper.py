@@ -42,7 +42,8 @@ from flash_delta.kernels.triton.backward.plan import make_gradients
 from flash_delta.problem import Inputs, Problem
 from workshop.gate.cases import channel_prompts, padding, pools
 from workshop.gate.cases.hopper_back import call_back, call_gates_back
-from workshop.gate.cases.rule import Planned, RuleCase, describe, problem_of
+from workshop.gate.cases.members import describe
+from workshop.gate.cases.rule import Planned, RuleCase, problem_of
 
 
 def batched() -> tuple[Problem, Inputs]:
