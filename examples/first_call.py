@@ -1,6 +1,6 @@
 """What the first call takes in a new process: from a pack of kernels, from Triton's cache on disk, and with nothing.
 
-    flash-delta pack --model Qwen3-Next --target sm_90a --out build/packs
+    flash-delta pack --model Qwen3-Next --tp 1 --target sm_90a --out build/packs
     python examples/first_call.py --kernels build/packs --processes 5
 
 Each line is one kind of call, and one way to come by its kernels: "pack", "Triton's cache", in one process "pack, no C

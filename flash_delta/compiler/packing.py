@@ -31,8 +31,8 @@ from flash_delta.kernels.runtime.launch import compile_all
 from flash_delta.kernels.runtime.plan import Layout, Step
 from flash_delta.ops import _known_calls
 
-# Multiprocessors of a usual GPU of each target. Another number changes plans, and no kernel (tested for sm_90a).
 BESIDE = 16  # kernels in a file of a pack
+# Multiprocessors of a usual GPU of each target. Another number changes plans, and no kernel (tested for sm_90a).
 GPUS = {"sm_80": 108, "sm_89": 142, "sm_90a": 132, "sm_100": 148, "sm_120": 188}
 
 

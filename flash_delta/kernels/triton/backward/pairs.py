@@ -197,8 +197,7 @@ def pairs(
             db -= tl.sum(M, 1)
             M *= b[:, None]  # -dL . L
     if HAS_BETA:
-        if RAW_BETA:
-            db *= b * (1.0 - b / beta_top)
+        db = strength_backward(db, b, beta_top, RAW_BETA)
         store_row(dbeta_rows, b_strides, db, token, stop, C)
     if GATE:
         dP *= qk  # dP . P

@@ -259,8 +259,8 @@ def solve(
                 k_rows, p_rows, norms, token, stop, k_strides, p_strides, K, C, W, NORM, OWN_P, PRECISION
             )
         # float16 is as accurate as tf32. With 0.9-correlated keys and b up to 2, A is off by 3e-3, and in bfloat16 by
-        # 2.5e-2. Keys without norms may have any length, so A may be beyond float16; and so may it be if
-        # channels have strengths of their own, since such a token may stretch the state.
+        # 2.5e-2. Keys without norms may have any length, so A may be beyond float16. So may it be with a
+        # strength per channel, since a token may then stretch the state.
         BOUNDED_A: tl.constexpr = NORM and not STRENGTH
         HALF: tl.constexpr = "float16" if BOUNDED_A else "clamped"
         PRODUCTS: tl.constexpr = PRECISION if k.dtype.element_ty == tl.float32 else HALF

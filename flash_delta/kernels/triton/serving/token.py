@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.device.activation import strength, strength_of
+from flash_delta.kernels.device.activation import strength_of
 from flash_delta.kernels.device.gates import channel_log_decay, channel_parameters, head_log_decay, head_parameters
 
 
@@ -93,9 +93,7 @@ def advance(
     if STRENGTH:
         erase, v = k * strength_of(b, beta_range, RAW_BETA), v * strength_of(token[5], 1.0, RAW_BETA)
     else:
-        b = b.to(tl.float32)
-        if RAW_BETA:
-            b = strength(b, beta_range)
+        b = strength_of(b, beta_range, RAW_BETA)
     r_k, r_q = 1.0, scale
     if NORM:
         r_k, r_q = reciprocal_length(k), scale * reciprocal_length(q)
