@@ -71,6 +71,24 @@ def test_ours_and_the_fallback_of_transformers_agree(row):
         assert_accurate(name, t, theirs[name].double(), torch.float32)
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_row_of_gated_delta_net_2(raw):
+    """On the backend that the call chooses and by name. Strengths are logits if the op computes them."""
+    row = Workload("t", "training", "gdn2", 2, 2, 1, 100, states=False, l2norm=True, raw=raw, **TINY)
+    x = make_tensors(row, "cpu")
+    assert bool((x["b"] < 0).any()) == raw
+    for name, backend in (("flash_delta", None), ("flash_delta", "torch")):
+        call = load(name).prepare(row, x, backend)
+        wanted = {n: t for n, t in call.inputs.items() if t.requires_grad}
+        assert wanted.keys() >= {"q", "k", "v", "g", "b", "w"}
+        assert "beta" not in wanted
+        o, _ = call.run()
+        gradients = torch.autograd.grad(o, list(wanted.values()), output_gradient(x))
+        found = {"o": o} | {f"d{n}": d for n, d in zip(wanted, gradients, strict=True)}
+        assert all(error < 1e-5 for error, _ in judge(row, x, found).values())
+    assert judge(row, x, found | {"dw": 1.01 * found["dw"]})["dw"][0] > 1e-3
+
+
 def test_decoding_moves_a_pool_on_in_place():
     """States stay in their dtype, rounded once, and what the clock runs over does not copy them."""
     row = replace(ROWS["gdn decode"], state_dtype="bfloat16")
@@ -312,7 +330,8 @@ def test_what_runs_on_a_cpu(name):
 
 
 WIDTHS = {"gdn-widths", "kda-widths"}
-RELATIVES = {"comba", "delta-rule", "simple-gla"}
+RELATIVES = {"comba", "delta-rule", "simple-gla", "family-gdn2"}
+ALONE = {"cpu", "serving", "prompts", "family-kda"}  # others could run them, but take no part
 STEPS_OF_LAYERS = {"step", "step-transformers"}
 OF_FLA = {f"fla-{member}-{kind}" for member in ("gdn", "kda") for kind in ("forward", "training")}
 GATES = {  # which rows of kda-gates each runs on such a GPU
@@ -340,6 +359,7 @@ OF_GDN = ("flash_delta", "fla", "flash_qla", "flashinfer")
 OF_BOTH = {
     *(f"gdn-{kind}" for kind in ("prefill", "long", "mixed", "training")),
     *(f"kda-{kind}" for kind in ("forward", "training", "decode", "steps", "models")),
+    "family-kda",
     *("decode", "layer", "prompts", "steps"),
     *(WIDTHS | OF_FLA | RELATIVES | STEPS_OF_LAYERS),
 }
@@ -377,7 +397,7 @@ def test_what_runs_on_hopper(name, monkeypatch):
             assert reason is None
             small = unsupported(replace(workload, K=64), device)
             assert small is None if name in ("flash_delta", "fla") else "K = V = 128" in small
-        elif workload.group not in ("cpu", "serving", "prompts"):  # in which others take no part
+        elif workload.group not in ALONE:
             assert isinstance(reason, str)
 
 

@@ -20,12 +20,12 @@ class Call(NamedTuple):
     joined: Callable[[Any], Tensor] = lambda o: o  # makes o of what `run` returns; not timed
 
 
-def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+def prepare(workload: Workload, x: dict[str, Tensor], backend: str | None = None) -> Call:
     if workload.kind == "prefill":
-        return prefill(workload, x)
+        return prefill(workload, x, backend)
     if workload.kind == "decode":
         return decode(workload, x)
-    inputs, op, chosen = leaves(workload, x), workload.op.op, options(workload)
+    inputs, op, chosen = leaves(workload, x), workload.op.op, options(workload) | {"backend": backend}
     if workload.packed and not workload.on_device:
         inputs["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()
     return Call(lambda: op(**inputs, **chosen), inputs)

@@ -13,7 +13,8 @@ from torch import Tensor
 from flash_delta.testing.accuracy import products_in, relative_error
 from flash_delta.testing.workload import Workload, options
 
-AXES = {"q": 2, "k": 2, "p": 2, "v": 2, "g": 2, "beta": 2, "o": 2, "initial_state": 1, "final_state": 1, "A_log": 0}
+TOKENS = dict.fromkeys(("q", "k", "p", "v", "g", "beta", "b", "w", "o"), 2)
+AXES = TOKENS | {"initial_state": 1, "final_state": 1, "A_log": 0}  # of heads
 
 
 def some_heads(workload: Workload, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

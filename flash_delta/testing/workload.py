@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_delta.testing.cases import MEMBERS, Member
 
-LOWER_BOUND = -5.0  # of KDA's gate
+LOWER_BOUND = -5.0  # of a gate per channel
 ERASED = 0.731  # what erases of what writes, in a fresh layer of Comba: sigmoid(1)
 NAMED = 4  # so many runs of equal lengths are named; if there are more, the least and the greatest length
 
@@ -33,7 +33,7 @@ class Workload:
 
     group: str
     kind: Literal["forward", "training", "decode", "prefill"]
-    member: Literal["gdn", "kda", "comba", "delta-rule", "simple-gla"]
+    member: Literal["gdn", "kda", "gdn2", "comba", "delta-rule", "simple-gla"]
     H: int
     HV: int
     N: int  # sequences
@@ -42,8 +42,8 @@ class Workload:
     packed: bool = True  # sequences are packed in one row, with cu_seqlens; else they are batch rows
     states: bool = True  # there is an initial state, and the final state is returned
     l2norm: bool = False  # the op normalises q and k; else they are given normalised
-    raw: bool = False  # the op computes gates and beta from activations; else it gets log decays and strengths
-    gates: Literal["", "dt_bias = 0", "unbounded", "log decays"] = ""  # KDA's gates, if rows of a group differ in them
+    raw: bool = False  # the op computes gates and strengths from activations; else it gets log decays and strengths
+    gates: Literal["", "dt_bias = 0", "unbounded", "log decays"] = ""  # per channel, if rows of a group differ in them
     K: int = 128
     V: int = 128
     disable_recompute: bool = False  # all is saved for the backward pass; else it computes most of it again
@@ -104,7 +104,7 @@ class Workload:
 
     @property
     def lower_bound(self) -> float | None:
-        return LOWER_BOUND if self.member == "kda" and self.gates != "unbounded" else None
+        return LOWER_BOUND if self.gate == "channel" and self.gates != "unbounded" else None
 
     @property
     def op(self) -> Member:
@@ -117,7 +117,8 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
 
     Gates: g = -A softplus(a + dt_bias) with A uniform in [0, 16] ([1, 16] for KDA), a standard normal, and
     softplus(dt_bias) log-uniform in [0.001, 0.1]; KDA, unless unbounded: g = lower_bound * sigmoid(A (a + dt_bias)).
-    With dt_bias = 0 the mean of g is -2.5, so that every channel soon forgets. beta = sigmoid of a standard normal.
+    With dt_bias = 0 the mean of g is -2.5, so that every channel soon forgets. beta = sigmoid of a standard normal, as
+    are b and w of GDN-2, whose gates are those of KDA.
     """
     gen = torch.Generator(device).manual_seed(seed)
 
@@ -137,18 +138,22 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
     dt = uniform(math.log(0.001), math.log(0.1), math.prod(channels)).exp()
     dt_bias = dt + torch.log(-torch.expm1(-dt))  # softplus(dt_bias) = dt
     dt_bias = torch.zeros_like(dt_bias) if w.gates == "dt_bias = 0" else dt_bias
-    A = uniform(1.0 if w.member == "kda" else 0.0, 16.0, w.HV)
+    A = uniform(1.0 if w.gate == "channel" else 0.0, 16.0, w.HV)
     a, beta = randn(B, T, *channels), randn(B, T, w.HV)
     if w.raw:
         x |= {"g": a.to(dtype), "beta": beta.to(dtype), "A_log": A.log(), "dt_bias": dt_bias}
-    elif w.member != "kda":
+    elif w.gate != "channel":
         x |= {"g": -A * torch.nn.functional.softplus(a + dt_bias), "beta": beta.sigmoid()}
     else:
         g = LOWER_BOUND * torch.sigmoid(A[:, None] * (a + dt_bias.view(channels)))
         x |= {"g": g, "beta": beta.sigmoid()}
     if w.op.erase_keys:
         x["p"] = ERASED * x["k"]
-    lacks = {"none": ("g", "A_log", "dt_bias")}.get(w.gate, ()) + (() if w.op.delta else ("beta",))
+    if w.op.channel_strength:
+        logits = {"b": randn(B, T, w.HV, w.K), "w": randn(B, T, w.HV, w.V)}
+        x |= {name: (t if w.raw else t.sigmoid()).to(dtype) for name, t in logits.items()}
+    has_beta = w.op.delta and not w.op.channel_strength
+    lacks = {"none": ("g", "A_log", "dt_bias")}.get(w.gate, ()) + (() if has_beta else ("beta",))
     x = {name: t for name, t in x.items() if name not in lacks}
     if w.states:
         x["initial_state"] = randn(w.N, w.HV, w.K, w.V).to(getattr(torch, w.state_dtype))

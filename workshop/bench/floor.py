@@ -13,7 +13,8 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
   writes one after every token;
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
   the scores q k and k k, the output inside the chunk; decoding: ``3 K V``. Simple GLA has neither the product of the
-  state and k nor k k, and no beta; the delta rule has no gate; Comba also moves the keys that erase;
+  state and k nor k k, and no beta; the delta rule has no gate; Comba also moves the keys that erase; GDN-2 has
+  ``e HV (K + V)`` bytes of b and w in place of beta;
 * a layer of width ``hidden`` has other bytes than the rule: weights, input, output and the float32 states that it
   keeps; backward weights, input, dy and the gradients. Its projections add a multiply-add per token and weight, and two
   in the backward pass. There are ``hidden (2 H K + 3 HV V + 2 HV)`` weights; with a gate per channel there are
@@ -66,11 +67,12 @@ def floor(workload: Workload) -> Floor:
         return _layer_floor(w, e)
     a = e if w.raw else 4
     channels = {"none": 0, "scalar": 1, "channel": w.K}[w.gate]
-    tokens, gates, products = w.tokens, w.HV * (w.op.delta + channels), _products(w)
+    strengths = e * (w.K + w.V) if w.op.channel_strength else a * w.op.delta
+    tokens, gates, products = w.tokens, w.HV * (strengths + a * channels), _products(w)
     keys = (2 + w.op.erase_keys) * w.H * w.K  # of q, of k, and of keys that erase
-    moved = tokens * (e * (keys + 2 * w.HV * w.V) + a * gates)
+    moved = tokens * (e * (keys + 2 * w.HV * w.V) + gates)
     if w.kind == "training":
-        moved += tokens * (e * (2 * keys + 3 * w.HV * w.V) + 2 * a * gates)
+        moved += tokens * (e * (2 * keys + 3 * w.HV * w.V) + 2 * gates)
         products += round(BACKWARD_PRODUCTS * products)
     if w.around:
         moved += e * (tokens * w.HV * w.V + 2 * w.N * TAPS * (2 * w.H * w.K + w.HV * w.V))

@@ -67,6 +67,8 @@ TITLES = {
     "kda-packed": "Kimi Delta Attention, packed sequences of unequal length, and states that fill no whole rounds",
     "kda-training": "Kimi Delta Attention, forward and backward",
     "kda-gates": "Kimi Delta Attention, forward with other gates",
+    "family-kda": "Kimi Delta Attention, beside which Gated DeltaNet 2 is timed",
+    "family-gdn2": "Gated DeltaNet 2 as layers call it; norm, bounded gate and sigmoids in the op",
     "gdn-models": "Gated DeltaNet as layers call it; norm, gate and sigmoid in the op",
     "kda-models": "Kimi Delta Attention, forward and backward; norm, bounded gate and sigmoid in the op",
     "comba": "Comba as layers call it; norm, gate and sigmoid in the op",

@@ -118,6 +118,16 @@ def _models() -> Iterator[Workload]:
         yield Workload("kda-models", "training", "kda", 32, 32, N, T, **common, **IN_OP)
 
 
+def _family() -> Iterator[Workload]:
+    """Members of the family beside the ones whose kernels they share, as layers call them."""
+    for member in ("kda", "gdn2"):
+        for kind in ("forward", "training"):
+            for H in (16, 32):
+                for N, T in ((1, 8192), (8, 1024), (4, 8192)):
+                    group, packed = f"family-{member}", T == 1024
+                    yield Workload(group, kind, member, H, H, N, T, packed=packed, states=False, **IN_OP)
+
+
 def _widths() -> Iterator[Workload]:
     """Heads of other widths than 128: 100 as in fla's tests, 256 and 512 as in fla's default layers, and the shapes of
     its pull request 823. KDA also has a call that saves everything for the backward pass."""
@@ -224,8 +234,8 @@ def _cpu() -> Iterator[Workload]:
 
 
 WORKLOADS = (
-    *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_packed(), *_gdn_training(), *_kda(), *_kda_gates(), *_widths(),
-    *_models(), *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(),
+    *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_packed(), *_gdn_training(), *_kda(), *_kda_gates(), *_family(),
+    *_widths(), *_models(), *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(),
     *_step("step", of_fla=True), *_step("step-transformers", of_fla=False), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))

@@ -21,10 +21,10 @@ class ByName:
         self.backend = backend
 
     def unsupported(self, workload: Workload, device: torch.device) -> str | None:
-        return None if workload.kind == "prefill" else "it is compared on prompts only"
+        return "it is not compared on decoding" if workload.kind == "decode" else None
 
     def prepare(self, workload: Workload, x: dict[str, Tensor]) -> Call:
-        return flash_delta.prefill(workload, x, self.backend)
+        return flash_delta.prepare(workload, x, self.backend)
 
 
 class Registered:

@@ -8,6 +8,7 @@ place, and this module calls that function.
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from workshop.bench.contestants.tensors import activated
 PACKAGE = "fla-core"  # this package has the ops; flash-linear-attention adds layers and models
 CACHES = ("TRITON_CACHE_DIR",)
 RULE = ("g", "beta", "A_log", "dt_bias")
+ELSEWHERE = {"chunk_gdn2": "fla.ops.gdn2"}  # ops that fla.ops does not have
 
 # If FlashQLA, FlashKDA or TileLang is installed, fla calls them. Here we want to time fla's own kernels.
 DELEGATES = ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG")
@@ -43,18 +45,24 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
         return fla_layer.prepare(workload, x) if workload.of_fla else layer.prepare(workload, x, "as installed")
     if workload.kind == "decode":
         return _decode_kda(workload, x) if workload.member == "kda" else _decode(workload, x)
-    from fla import ops
-
+    name = workload.op.name
+    inputs, op, chosen = (
+        leaves(workload, x),
+        getattr(import_module(ELSEWHERE.get(name, "fla.ops")), name),
+        options(workload),
+    )
     if workload.around:
-        return _prompts(workload, x, ops.chunk_gated_delta_rule)
-    inputs, op, chosen = leaves(workload, x), getattr(ops, workload.op.name), options(workload)
+        return _prompts(workload, x, op)
     if workload.packed:
         inputs["cu_seqlens"] = x["cu_seqlens"].long()  # the dtype that it documents
         if not workload.on_device:
             inputs["cu_seqlens_cpu"] = inputs["cu_seqlens"].cpu()
     bound = workload.lower_bound
-    if workload.op.name == "chunk_kda" and bound is not None:  # a faster path, valid if no log decay is below the bound
+    if bound is not None:  # a faster path, valid if no log decay is below the bound
         chosen["safe_gate"] = workload.raw or bool((x["g"] >= bound).all())
+    if workload.raw and workload.op.channel_strength:  # its op has no sigmoid, so its layer calls one
+        chosen.pop("use_beta_sigmoid_in_kernel")
+        return Call(lambda: op(**inputs | {s: inputs[s].sigmoid() for s in ("b", "w")}, **chosen), inputs)
     if workload.raw and workload.member in ("comba", "delta-rule"):  # its ops have no gates and no sigmoid
         outside = options(replace(workload, raw=False))
         return Call(lambda: op(**activated(workload, inputs), **outside), inputs)

@@ -22,7 +22,7 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
     return fla_layer.unsupported() if workload.of_fla else layer.unsupported()
 
 
-def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
+def prepare(workload: Workload, x: dict[str, Tensor], backend: str | None = None) -> Call:
     if _own_layer(workload):
         return _layers(workload, x)
     if workload.of_fla:
@@ -30,14 +30,14 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     if workload.hidden:
         return layer.prepare(workload, x, "flash_delta")
     if workload.kind == "prefill":
-        return prefill(workload, x)
+        return prefill(workload, x, backend)
     if workload.kind == "decode" and workload.around:
         inputs, around = with_around(x, x["windows"].clone())
         return calls.decode(workload, inputs, **around)
-    return calls.prepare(workload, x)
+    return calls.prepare(workload, x, backend)
 
 
-def prefill(workload: Workload, x: dict[str, Tensor], backend: str | None = None) -> Call:
+def prefill(workload: Workload, x: dict[str, Tensor], backend: str | None) -> Call:
     around = {}
     if workload.around:
         windows, *_ = pool_of({"initial_state": x["windows"].mT}, 1)
