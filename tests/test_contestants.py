@@ -73,10 +73,11 @@ def test_ours_and_the_fallback_of_transformers_agree(row):
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_row_of_gated_delta_net_2(raw):
-    """On the backend that the call chooses and by name. Strengths are logits if the op computes them."""
+    """On the backend that the call chooses and by name, with strengths that are given."""
     row = Workload("t", "training", "gdn2", 2, 2, 1, 100, states=False, l2norm=True, raw=raw, **TINY)
     x = make_tensors(row, "cpu")
-    assert bool((x["b"] < 0).any()) == raw
+    assert 0 < float(x["b"].min()) < float(x["b"].max()) < 1
+    assert ("A_log" in x) == raw
     for name, backend in (("flash_delta", None), ("flash_delta", "torch")):
         call = load(name).prepare(row, x, backend)
         wanted = {n: t for n, t in call.inputs.items() if t.requires_grad}

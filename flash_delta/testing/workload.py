@@ -42,7 +42,7 @@ class Workload:
     packed: bool = True  # sequences are packed in one row, with cu_seqlens; else they are batch rows
     states: bool = True  # there is an initial state, and the final state is returned
     l2norm: bool = False  # the op normalises q and k; else they are given normalised
-    raw: bool = False  # the op computes gates and strengths from activations; else it gets log decays and strengths
+    raw: bool = False  # the op computes gates and beta from activations; else it gets log decays and strengths
     gates: Literal["", "dt_bias = 0", "unbounded", "log decays"] = ""  # per channel, if rows of a group differ in them
     K: int = 128
     V: int = 128
@@ -118,7 +118,7 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
     Gates: g = -A softplus(a + dt_bias) with A uniform in [0, 16] ([1, 16] for KDA), a standard normal, and
     softplus(dt_bias) log-uniform in [0.001, 0.1]; KDA, unless unbounded: g = lower_bound * sigmoid(A (a + dt_bias)).
     With dt_bias = 0 the mean of g is -2.5, so that every channel soon forgets. beta = sigmoid of a standard normal, as
-    are b and w of GDN-2, whose gates are those of KDA.
+    are b and w of GDN-2, which are given with raw gates, too. Its gates are those of KDA.
     """
     gen = torch.Generator(device).manual_seed(seed)
 
@@ -150,8 +150,7 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
     if w.op.erase_keys:
         x["p"] = ERASED * x["k"]
     if w.op.channel_strength:
-        logits = {"b": randn(B, T, w.HV, w.K), "w": randn(B, T, w.HV, w.V)}
-        x |= {name: (t if w.raw else t.sigmoid()).to(dtype) for name, t in logits.items()}
+        x |= {"b": randn(B, T, w.HV, w.K).sigmoid().to(dtype), "w": randn(B, T, w.HV, w.V).sigmoid().to(dtype)}
     has_beta = w.op.delta and not w.op.channel_strength
     lacks = {"none": ("g", "A_log", "dt_bias")}.get(w.gate, ()) + (() if has_beta else ("beta",))
     x = {name: t for name, t in x.items() if name not in lacks}
@@ -168,7 +167,9 @@ def activations(workload: Workload) -> dict[str, bool | float]:
     w = workload
     chosen: dict[str, bool | float] = {"use_qk_l2norm_in_kernel": w.l2norm}
     if w.raw:
-        chosen |= {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+        chosen["use_gate_in_kernel"] = True
+        if not w.op.channel_strength:
+            chosen["use_beta_sigmoid_in_kernel"] = True
         if w.lower_bound is not None:
             chosen["lower_bound"] = w.lower_bound
     return {name: value for name, value in chosen.items() if name in w.op.options}

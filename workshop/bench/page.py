@@ -68,7 +68,7 @@ TITLES = {
     "kda-training": "Kimi Delta Attention, forward and backward",
     "kda-gates": "Kimi Delta Attention, forward with other gates",
     "family-kda": "Kimi Delta Attention, beside which Gated DeltaNet 2 is timed",
-    "family-gdn2": "Gated DeltaNet 2 as layers call it; norm, bounded gate and sigmoids in the op",
+    "family-gdn2": "Gated DeltaNet 2; norm and bounded gate in the op, strengths given",
     "gdn-models": "Gated DeltaNet as layers call it; norm, gate and sigmoid in the op",
     "kda-models": "Kimi Delta Attention, forward and backward; norm, bounded gate and sigmoid in the op",
     "comba": "Comba as layers call it; norm, gate and sigmoid in the op",

@@ -60,9 +60,6 @@ def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
     bound = workload.lower_bound
     if bound is not None:  # a faster path, valid if no log decay is below the bound
         chosen["safe_gate"] = workload.raw or bool((x["g"] >= bound).all())
-    if workload.raw and workload.op.channel_strength:  # its op has no sigmoid, so its layer calls one
-        chosen.pop("use_beta_sigmoid_in_kernel")
-        return Call(lambda: op(**inputs | {s: inputs[s].sigmoid() for s in ("b", "w")}, **chosen), inputs)
     if workload.raw and workload.member in ("comba", "delta-rule"):  # its ops have no gates and no sigmoid
         outside = options(replace(workload, raw=False))
         return Call(lambda: op(**activated(workload, inputs), **outside), inputs)
