@@ -99,10 +99,18 @@ def test_the_table_shows_the_torch_backend_and_peers_beside_ours():
 def test_every_case_comes_with_other_widths(judge, tmp_path):
     path = tmp_path / "check.json"
     assert run("--widths", "--json", path).exit_code == 0
-    asked = {line["case"] for line in json.loads(path.read_text())["cases"] if line["op"] == "kda"}
+    asked = {line["case"] for line in json.loads(path.read_text())["cases"] if line["op"] == "gdn2"}
     assert asked == {f"{case.name} {K}x{V}" for case in CASES for K, V in ((60, 100), (24, 512))}
     case = next(case for case in CASES if case.name == "packed").at_widths(24, 512)
     assert make_inputs(case, MEMBERS["gdn"], torch.float32)["v"].shape == (1, 205, 4, 512)
+
+
+def test_growing_states_are_told(judge):
+    """Of the cases that ran."""
+    result = run("--case", "growing-to-2")
+    assert "case 'growing-to-2': an erase of GDN-2 stretches states by up to 1.34, 24 by 80\n" in result.output
+    assert "'growing'" not in result.output
+    assert "stretches" not in run("--case", "ragged").output
 
 
 def test_hard_cases_have_rows_of_their_own(judge):

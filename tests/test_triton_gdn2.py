@@ -39,6 +39,8 @@ CELLS = [
     ("zero-keys", "float32", {"HV": 2, "T": 20}),
     ("negative-eigenvalues", "float32", {"HV": 2, "T": 7}),
     ("negative-eigenvalues", "bfloat16", {"HV": 4, "T": 66}),
+    ("growing", "bfloat16", {"HV": 2}),
+    ("growing-to-2", "bfloat16", {}),
     ("state-v-first", "bfloat16", {"HV": 2, "T": 7}),
     ("odd-widths", "bfloat16", {"HV": 2, "T": 20}),
     ("widest-values", "float32", {"T": 7, "K": 12}),

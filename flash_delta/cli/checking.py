@@ -68,6 +68,7 @@ def all_right(
     show([_table(answers, str(where))])
     for answer in answers:
         _print_wrong(answer)
+    _print_growth({answer.case for answer in answers})
     cells = [cell for answer in answers for cell in answer.cells]
     print(f"{sum(cell.right for cell in cells):,} of {len(cells):,} tensors are right")
     return all(answer.right for answer in answers)
@@ -166,3 +167,15 @@ def _print_wrong(answer: "Answer") -> None:
             print(f"{place}: {cell.tensor} differed in {cell.error:g} of the {times}")
         elif not cell.right:
             print(f"{place}: {cell.tensor} is off by {cell.error:.1e}, {cell.allowed:.1e} is allowed")
+
+
+def _print_growth(names: set[str]) -> None:
+    """Says by how much states grow in the cases where they do."""
+    from flash_delta.testing import CASES
+    from flash_delta.testing.matrix import growth
+
+    for case in CASES:
+        if case.name in names and case.keys == "stretching":
+            one, every = growth(case)
+            told = f"an erase of GDN-2 stretches states by up to {one:.2f}, {case.T} by {every:,.0f}"
+            print(f"case {case.name!r}: {told}")

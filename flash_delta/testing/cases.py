@@ -68,7 +68,7 @@ class Case:
     V: int = 24
     lengths: tuple[int, ...] | None = None  # packed sequences; if T exceeds their sum, the rest are guard rows of NaN
     decay: str | float = "mild"  # "mild", "zero", "strong", "extreme", "rising", "slow", or a log decay
-    keys: str = "random"  # "random", "correlated", "some zero", and those of `HARD`: see inputs.py
+    keys: str = "random"  # "random", "correlated", "some zero", "stretching", and those of `HARD`: see inputs.py
     noise: float = 0.0  # of keys "direction"
     beta: str | float = "random"  # "random", "one", "some zero", "to 2", or a number
     initial_state: bool = True
@@ -95,6 +95,8 @@ class Case:
     def applies(self, member: Member) -> bool:
         if self.floors is not None:
             return member.name in IN_CHUNKS and (member.gate != "none" or self.decay == 0.0)
+        if self.keys == "stretching":
+            return member.channel_strength
         needs = self.options.keys() - {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "use_gate_in_kernel"}
         gated = member.gate != "none" or self.decay == "mild"
         return needs <= member.options and gated and (member.delta or self.beta == "random")
@@ -144,6 +146,11 @@ CASES = [
     Case("lower-bound", "the bounded gate", options=_RAW | {"lower_bound": -5.0}, smoke=True),
     Case("promised-bound", "given log decays below the promised bound count as it", T=70, decay="strong",
          options={"safe_gate": True, "lower_bound": -5.0}),
+    # Heads have keys of their own here, too: what rounding a key costs differs between keys, and adds up.
+    Case("growing", "GDN-2's worst case: two keys in turn stretch a state by 1.25 every two tokens", B=1, T=70, H=8,
+         HV=8, decay="zero", keys="stretching", smoke=True),
+    Case("growing-to-2", "the same by 1.62, with an erase gate up to 2; the inverse still fits into float16", B=1,
+         T=24, H=8, HV=8, decay="zero", keys="stretching", beta="to 2", smoke=True),
     Case("state-v-first", "states are [N, HV, V, K]", options={"state_v_first": True}),
     Case("scale", "a scale of the caller's", options={"scale": 0.3}),
     Case("chunk-16", "the smallest chunk", options={"chunk_size": 16}),

@@ -26,6 +26,8 @@ def make_inputs(
         strengths = {"b": (K,), "w": (V,)} if member.channel_strength else {"beta": ()}
         raw = "use_beta_sigmoid_in_kernel" in options
         x |= {name: _beta(case, gen, (B, T, HV, *width), raw) for name, width in strengths.items()}
+    if case.keys == "stretching":
+        x |= _stretching(case, gen)
     N = B if case.lengths is None else len(case.lengths)
     if case.initial_state:
         state = _randn(gen, N, HV, K, V) * (case.floors is None)
@@ -87,6 +89,18 @@ def _repeated_keys(case: Case, gen: torch.Generator, B: int, T: int, H: int, K: 
     if case.keys == "signs":
         x = x * (1 - 2 * torch.randint(2, (B, T, H, 1), generator=gen))
     return x * (0.5 + 1.5 * torch.rand(B, count, H, 1, generator=gen, dtype=torch.float64))[:, order]
+
+
+def _stretching(case: Case, gen: torch.Generator) -> dict[str, Tensor]:
+    """Two unit keys in turn, which have the same directions in the first and in the second half of the channels. Each
+    erases with one half alone. At these angles they stretch a state most."""
+    B, T, H, HV, K = case.B, case.T, case.H, case.HV, case.K
+    most, *angles = (2.0, 116, 26) if case.beta == "to 2" else (1.0, 24, 66)
+    turn = torch.tensor(angles, dtype=torch.float64).deg2rad()[torch.arange(T) % 2, None, None]
+    halves = torch.nn.functional.normalize(_randn(gen, 2, B, 1, H, K // 2), dim=-1)
+    b = torch.zeros(B, T, HV, K, dtype=torch.float64)
+    b[:, ::2, :, K // 2 :] = b[:, 1::2, :, : K // 2] = most
+    return {"k": torch.cat([turn.cos() * halves[0], turn.sin() * halves[1]], -1), "b": b}
 
 
 def _gate(case: Case, gen: torch.Generator, shape: tuple[int, ...], raw: bool) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from flash_delta import explain
+from flash_delta import erase_norm, explain
 from flash_delta.testing.accuracy import allowed, infer, run
 from flash_delta.testing.cases import MEMBERS, Case
 from flash_delta.testing.inputs import make_inputs
@@ -100,3 +100,12 @@ class Judge:
             Cell(w.member, w.dtype, stress.name, tensor, error, allowed(reference, dtype), reference)
             for tensor, (error, reference) in judge(w, x, first).items()
         ]
+
+
+@torch.no_grad()
+def growth(case: Case) -> tuple[float, float]:
+    """By how much one token's erase can stretch a state of GDN-2 in a case, and by how much all erases do."""
+    member = MEMBERS["gdn2"]
+    x = make_inputs(case, member, torch.float64)
+    state = infer(member, x | {"w": torch.zeros_like(x["w"])}, "torch")["final_state"]
+    return float(erase_norm(x["k"], x["b"]).max()), float(state.norm() / x["initial_state"].norm())
