@@ -43,7 +43,7 @@ def judge(monkeypatch):
 def test_all_right(judge, tmp_path):
     result = run("--case", "ragged", "--json", tmp_path / "check.json")
     assert result.exit_code == 0, result.output
-    assert "27 of 27 tensors are right" in result.output
+    assert "36 of 36 tensors are right" in result.output
     assert len(json.loads((tmp_path / "check.json").read_text())["cases"]) == len(MEMBERS) * 3
 
 
@@ -54,7 +54,7 @@ def test_a_wrong_tensor_and_a_crash_are_named_and_cost_nothing_else(judge, tmp_p
     assert result.exit_code == 1
     assert "kda float32, case 'ragged': dg is off by inf, 1.0e-08 is allowed" in result.output
     assert "gdn bfloat16, case 'ragged': RuntimeError: no kernel" in result.output
-    assert "25 of 26 tensors are right" in result.output
+    assert "34 of 35 tensors are right" in result.output
     lines = {(line["op"], line["dtype"]): line for line in json.loads((tmp_path / "check.json").read_text())["cases"]}
     assert lines["gdn", "bfloat16"]["failure"] == "RuntimeError: no kernel"
     assert lines["gdn", "float32"]["errors"] == {"o": [1e-9, 1e-8, None]}

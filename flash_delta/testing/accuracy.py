@@ -15,7 +15,7 @@ from flash_delta.reference.activation import (
     naive_kda_lowerbound_gate,
 )
 from flash_delta.reference.recurrent import recurrent
-from flash_delta.testing.cases import Member
+from flash_delta.testing.cases import OF_UPDATES, Member
 
 # The allowed error of the torch backend against float64 arithmetic on the same inputs. For float64 it proves that the
 # mathematics is right. For float32 it is about twice the worst error in `flash-delta check --full`. For 16 bits it is
@@ -90,9 +90,14 @@ def infer(member: Member, inputs: dict[str, Any], backend: str | None = None) ->
 
 def truth(member: Member, inputs: dict[str, Any]) -> Results:
     """The results of `run` from the recurrence in float64, by autograd, on the same (rounded) inputs."""
-    x = {n: inputs[n].detach().double().cpu().requires_grad_() for n in TENSORS if n in inputs}
+    x = {n: inputs[n].detach().double().cpu().requires_grad_() for n in tensors_of(inputs)}
     o, final_state = recurrence(member, x, inputs)
     return with_gradients(o, final_state, x, inputs["v"].dtype)
+
+
+def tensors_of(inputs: dict[str, Any]) -> list[str]:
+    """The names of the inputs that have gradients."""
+    return [name for name in TENSORS if inputs.get(name) is not None]
 
 
 def recurrence(
@@ -106,8 +111,9 @@ def recurrence(
     x = dict(x)
     A_log, dt_bias, state = (x.pop(name, None) for name in ("A_log", "dt_bias", "initial_state"))
     bounds, T = options.get("cu_seqlens"), x["q"].shape[1]
+    bounds = None if bounds is None else bounds.tolist()
     if bounds is not None:  # leave out guard rows, since autograd turns their 0 * NaN into NaN
-        x = {name: t[:, : int(bounds[-1])] for name, t in x.items()}
+        x = {n: t[:, : bounds[-1] * (member.updates if n in OF_UPDATES else 1)] for n, t in x.items()}
     v_first = options.get("state_v_first", False)
     if options.get("use_qk_l2norm_in_kernel"):
         for name in x.keys() & {"q", "k", "p"}:
@@ -128,14 +134,21 @@ def recurrence(
             x["g"] = naive_kda_lowerbound_gate(x["g"], A_log, dt_bias, bound, dtype)
     elif options.get("lower_bound") is not None:
         x["g"] = x["g"].clamp(min=options["lower_bound"])
-    bounds = options.get("cu_seqlens")
+    if member.updates > 1:  # a token of its own for each update: the first one decays, the last one is read
+        rows = {"q": member.updates - 1, "g": 0}
+        for name in x.keys() & rows.keys():
+            y = x[name].new_zeros(len(x[name]), x["k"].shape[1], *x[name].shape[2:])
+            y[:, rows[name] :: member.updates] = x[name]
+            x[name] = y
+        bounds = None if bounds is None else [member.updates * bound for bound in bounds]
     o, final_state = rule(
         **x,
         scale=options.get("scale"),
         erase=("undecayed" if member.erase_keys else "decayed") if member.delta else None,
         initial_state=state.mT if v_first and state is not None else state,
-        cu_seqlens=None if bounds is None else bounds.tolist(),
+        cu_seqlens=bounds,
     )
+    o = o[:, member.updates - 1 :: member.updates]
     o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, T - o.shape[1]))
     return o, final_state.mT if v_first else final_state
 
@@ -147,7 +160,7 @@ def with_gradients(o: Tensor, final_state: Tensor, x: dict[str, Any], dtype: tor
     do = torch.randn(o.shape, generator=gen, dtype=torch.float64).to(dtype)
     dS = torch.randn(final_state.shape, generator=gen, dtype=torch.float32)
     outputs = [(y, dy.to(y.device, y.dtype)) for y, dy in ((o, do), (final_state, dS)) if y.requires_grad]
-    names = [name for name in TENSORS if name in x]
+    names = tensors_of(x)
     if outputs:
         ys, dys = zip(*outputs, strict=True)
         gradients = torch.autograd.grad(ys, [x[n] for n in names], dys, allow_unused=True, materialize_grads=True)

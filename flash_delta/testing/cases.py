@@ -18,6 +18,7 @@ class Member:
     delta: bool = True
     erase_keys: bool = False
     channel_strength: bool = False  # b and w in place of beta
+    updates: int = 1  # of the state per token: so many rows of k, v and beta
     options: frozenset[str] = frozenset()  # the options of a case that it takes
 
     @property
@@ -39,9 +40,15 @@ MEMBERS = {
     "gdn2": Member("chunk_gdn2", "channel", channel_strength=True, options=_KDA | {"chunk_size", "disable_recompute"}),
     "gdn2-recurrent": Member("fused_recurrent_gdn2", "channel", channel_strength=True, options=_KDA - {"safe_gate"}),
     "delta-rule": Member("chunk_delta_rule", "none", options=frozenset(_CHUNK | _BETA)),
+    "gdp": Member("chunk_gated_delta_product", "scalar", updates=2, options=frozenset(_CHUNK | _BETA)),
+    "gdp-recurrent": Member(
+        "fused_recurrent_gated_delta_product", "scalar", updates=3, options=frozenset(_COMMON | _BETA)
+    ),
+    "gdp-ungated": Member("chunk_gated_delta_product", "none", updates=3, options=frozenset(_CHUNK | _BETA)),
     "comba": Member("chunk_comba", "scalar", erase_keys=True, options=frozenset(_CHUNK | _BETA | _GATE)),
     "simple-gla": Member("chunk_simple_gla", "scalar", delta=False, options=frozenset(_CHUNK)),
 }
+OF_UPDATES = ("k", "v", "beta")  # each update of a token has a row of these
 IN_CHUNKS = ("chunk_gated_delta_rule", "chunk_kda", "chunk_delta_rule")  # the ops that hard cases are for
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_delta.testing.cases import Case, Member
+from flash_delta.testing.cases import OF_UPDATES, Case, Member
 
 
 def make_inputs(
@@ -15,8 +15,9 @@ def make_inputs(
     """Arguments for ``member.op``, with gradients. Random numbers are drawn on the CPU, so all devices get the same."""
     gen = torch.Generator().manual_seed(seed)
     B, T, H, HV, K, V = case.B, case.T, case.H, case.HV, case.K, case.V
+    n = member.updates
     options = {name: value for name, value in case.options.items() if name in member.options}
-    x = {"q": _randn(gen, B, T, H, K), "k": _keys(case, gen, B, T, H, K), "v": _randn(gen, B, T, HV, V)}
+    x = {"q": _randn(gen, B, T, H, K), "k": _keys(case, gen, B, n * T, H, K), "v": _randn(gen, B, n * T, HV, V)}
     if member.erase_keys:  # with equal keys a p of its own is no contraction: states would grow without bound
         x["p"] = x["k"].clone() if case.keys == "correlated" else _keys(case, gen, B, T, H, K)
     if member.gate != "none":
@@ -25,7 +26,7 @@ def make_inputs(
     if member.delta:
         strengths = {"b": (K,), "w": (V,)} if member.channel_strength else {"beta": ()}
         raw = "use_beta_sigmoid_in_kernel" in options
-        x |= {name: _beta(case, gen, (B, T, HV, *width), raw) for name, width in strengths.items()}
+        x |= {name: _beta(case, gen, (B, n * T, HV, *width), raw) for name, width in strengths.items()}
     if case.keys == "stretching":
         x |= _stretching(case, gen)
     N = B if case.lengths is None else len(case.lengths)
@@ -34,10 +35,13 @@ def make_inputs(
         x["initial_state"] = state.mT.contiguous() if options.get("state_v_first") else state
     if case.lengths is not None:
         for name in x.keys() & {"q", "k", "v", "p", "g", "beta", "b", "w"}:
-            x[name][:, sum(case.lengths) :] = math.nan
+            rows = n if name in OF_UPDATES else 1
+            x[name][:, rows * sum(case.lengths) :] = math.nan
         bounds = torch.tensor([0, *case.lengths]).cumsum(0)
         options |= {"cu_seqlens": bounds.to(device), "cu_seqlens_cpu": bounds}
         options = {n: v for n, v in options.items() if n != "cu_seqlens_cpu" or torch.device(device).type != "cpu"}
+    if n > 1:
+        options |= {"num_householder": n} | ({} if "g" in x else {"g": None})
     wide = {"A_log", "dt_bias"}  # parameters and mostly states are kept in at least float32
     wide |= (set() if case.gaps else {"initial_state"}) | ({"g"} if case.wide_gates else set())
     wide |= set() if case.floors is None else {"beta"}  # in 16 bits 1.999 is 2

@@ -11,13 +11,13 @@ from flash_delta.reference import stages
 from flash_delta.reference.activation import NORM_EPS
 from flash_delta.testing.accuracy import (
     ALLOWED,
-    TENSORS,
     Results,
     allowed,
     infer,
     products_in,
     relative_error,
     run,
+    tensors_of,
     truth,
     with_gradients,
 )
@@ -99,7 +99,7 @@ def run_wide(
 ) -> Results:
     """The results of the torch backend in float64, on the CPU. ``keys_in``: q and k are normalised and then rounded to
     this dtype. Their gradients go back through the norm."""
-    wide = {n: inputs[n].detach().cpu().double().requires_grad_() for n in TENSORS if n in inputs}
+    wide = {n: inputs[n].detach().cpu().double().requires_grad_() for n in tensors_of(inputs)}
     given = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in inputs.items()} | wide
     if keys_in is not None:
         given |= {"use_qk_l2norm_in_kernel": False}

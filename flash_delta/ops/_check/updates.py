@@ -31,13 +31,15 @@ def by_updates(
         return x, bounds, context
     if context is None and not is_traced(x.q):  # the error shall have the caller's bounds
         read_lengths(op, x, bounds)
+    if bounds is not None:  # a default device shall not move them
+        bounds = n * torch.as_tensor(bounds, device=getattr(bounds, "device", "cpu"))
     return (
         x._replace(
             q=F.pad(x.q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2),
             g=None if x.g is None else F.pad(x.g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2),
             cu_seqlens=None if x.cu_seqlens is None else n * x.cu_seqlens,
         ),
-        bounds if bounds is None else n * torch.as_tensor(bounds),
+        bounds,
         context,
     )
 
