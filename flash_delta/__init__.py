@@ -20,6 +20,7 @@ from flash_delta.ops import fused_recurrent_gated_delta_product as fused_recurre
 from flash_delta.ops import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 from flash_delta.ops import fused_recurrent_gdn2 as fused_recurrent_gdn2
 from flash_delta.ops import fused_recurrent_kda as fused_recurrent_kda
+from flash_delta.ops import guard_erase as guard_erase
 from flash_delta.ops import naive_gdn_gate as naive_gdn_gate
 from flash_delta.ops import naive_kda_gate as naive_kda_gate
 from flash_delta.ops import naive_kda_lowerbound_gate as naive_kda_lowerbound_gate

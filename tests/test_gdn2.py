@@ -15,7 +15,7 @@ from test_serving_step import make_step
 import flash_delta
 from flash_delta import chunk_gdn2, chunk_kda, explain, fused_recurrent_gdn2, fused_recurrent_kda
 from flash_delta.reference.recurrent import recurrent
-from flash_delta.testing import assert_accurate, relative_error
+from flash_delta.testing import CASES, MEMBERS, assert_accurate, make_inputs, relative_error
 
 OPS = pytest.mark.parametrize("op", [chunk_gdn2, fused_recurrent_gdn2], ids=lambda op: op.__name__)
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
@@ -182,6 +182,78 @@ def test_how_far_an_erase_stretches_a_state(most):
     assert relative_error(half, want) < 1e-2
     with pytest.raises(ValueError, match=r"erase_norm: expected k .* and b .*, got "):
         flash_delta.erase_norm(k, x["b"][:, :, :3])
+
+
+@pytest.mark.parametrize("most", [1.0, 2.0])
+def test_a_guarded_erase_lets_no_state_grow(most):
+    """No token stretches what it decays, as far as b goes. A token that does not need the guard keeps its b."""
+    x = draw(T=200, H=2, HV=4, most=most, decay=0.3)
+    x["b"], x["g"] = most * x["b"].mul(2).clamp(max=1), x["g"].clamp(max=-0.01)
+    x["k"] = x["k"] * (0.2 + 0.8 * torch.rand_like(x["k"][..., :1]))  # shorter than 1
+    x["k"][0, 0] = 0
+    guarded = flash_delta.guard_erase(*kbg(x))
+    before, after = (flash_delta.erase_norm(x["k"], b) * x["g"].amax(-1).exp() for b in (x["b"], guarded))
+    grows = before > 1
+    assert 0.1 < grows.double().mean() < 0.9
+    assert after[grows].sub(1).abs().max() < 1e-9, "as far as the bound"
+    assert after.max() < 1 + 1e-9
+    assert torch.equal(guarded[~grows], x["b"][~grows])
+    mean = partial(torch.einsum, "bthk,bthk->bth", x["k"].repeat_interleave(2, 2).square())
+    assert relative_error(mean(guarded), mean(x["b"])) < 1e-12
+    assert guarded.min() >= 0
+    assert guarded.max() <= most
+
+
+@pytest.mark.parametrize("case", ["growing", "growing-to-2"])
+@pytest.mark.parametrize("decay", [0.0, -0.02, -0.1])
+def test_the_worst_case_does_not_grow_under_the_guard(case, decay):
+    """Token by token, a state is never larger than it was. Without the guard it grows."""
+    case = next(c for c in CASES if c.name == case)
+    x = {n: t.detach() for n, t in make_inputs(case, MEMBERS["gdn2"], torch.float64).items() if torch.is_tensor(t)}
+    x["g"], x["w"] = x["g"] + decay, torch.zeros_like(x["w"])
+    end = {}
+    for name, b in (("free", x["b"]), ("guarded", flash_delta.guard_erase(*kbg(x)))):
+        norms, S = [torch.linalg.matrix_norm(x["initial_state"], 2)], x["initial_state"]
+        for t in range(case.T):
+            token = {n: y[:, t : t + 1] for n, y in (x | {"b": b}).items() if n != "initial_state"}
+            _, S = fused_recurrent_gdn2(**token, initial_state=S, output_final_state=True)
+            norms.append(torch.linalg.matrix_norm(S, 2))
+        end[name] = torch.stack(norms)
+    assert end["guarded"].diff(dim=0).max() < 1e-12
+    assert end["free"].diff(dim=0).max() > 1e-3
+
+
+def test_gradients_of_the_guard():
+    """Also where it keeps nothing of b's spread, where b is its mean, and where a decay is too steep to matter."""
+    x = draw(B=1, T=12, HV=2, H=1, K=5, most=2.0, decay=0.1)
+    x["g"][:, 6:8, :, 0] = 0
+    x["b"][:, 2] = 0.5
+    x["g"][:, 3] = -1000.0
+    x["k"][:, 4] = 0
+    leaves = [t.requires_grad_() for t in kbg(x)]
+    steep = leaves[0], leaves[1], leaves[2]
+    gradients = torch.autograd.grad(flash_delta.guard_erase(*steep).square().sum(), leaves)
+    assert all(t.isfinite().all() for t in gradients)
+    smooth = [t.detach()[:, [0, 1, 3, 5, 8, 9, 10, 11]].requires_grad_() for t in leaves]
+    changed = (flash_delta.guard_erase(*smooth) != smooth[1]).any(-1)
+    assert 0 < changed.sum() < changed.numel()
+    torch.autograd.gradcheck(flash_delta.guard_erase, smooth)
+
+
+def test_the_guard_in_other_dtypes_and_its_refusals():
+    x = draw(most=2.0, decay=0.1)
+    want = flash_delta.guard_erase(*kbg(x))
+    half = [t.bfloat16() for t in kbg(x)]
+    got = flash_delta.guard_erase(*half)
+    assert got.dtype == torch.float32
+    assert relative_error(got, flash_delta.guard_erase(*(t.double() for t in half))) < 1e-5
+    assert relative_error(got, want) < 2e-2
+    with pytest.raises(ValueError, match=r"guard_erase: expected k .* and b and g .*, got \[2, 75, 2, 8\] and "):
+        flash_delta.guard_erase(x["k"], x["b"], x["g"][..., 0])
+
+
+def kbg(x):
+    return x["k"], x["b"], x["g"]
 
 
 def test_saturated_gates_have_finite_gradients():

@@ -5,6 +5,7 @@ import torch
 from tiny_layers import DELTA_LAYERS, HEADS, LAYERS, D, random
 from torch.nn import functional as F
 
+from flash_delta import guard_erase
 from flash_delta.layers import Attention, GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, MixerState
 from flash_delta.reference.recurrent import recurrent
 
@@ -28,8 +29,10 @@ def expected_delta_layer(layer, x):
     beta = torch.sigmoid(layer.b_proj(x)) * (2 if layer.allow_neg_eigval else 1)
     if isinstance(layer, GatedDeltaNet2):
         a = (layer.f_proj(x) + layer.dt_bias).unflatten(-1, (2, -1))
-        g, p = -layer.A_log.exp()[:, None] * F.softplus(a), beta.unflatten(-1, (2, -1)) * k
-        g, v, beta = g.repeat_interleave(HV // 2, 2), torch.sigmoid(layer.w_proj(x)).view_as(v) * v, None
+        g, b = -layer.A_log.exp()[:, None] * F.softplus(a), beta.unflatten(-1, (2, -1))
+        g, b = (t.repeat_interleave(HV // 2, 2) for t in (g, b))
+        b = guard_erase(k, b, g) if layer.guard else b
+        p, v, beta = b * k.repeat_interleave(HV // 2, 2), torch.sigmoid(layer.w_proj(x)).view_as(v) * v, None
         activation = torch.sigmoid
     elif isinstance(layer, GatedDeltaNet):
         g = -layer.A_log.exp() * F.softplus(layer.a_proj(x) + layer.dt_bias)
@@ -44,13 +47,24 @@ def expected_delta_layer(layer, x):
     return layer.o_proj((o * activation(layer.g_proj(x).view_as(o))).flatten(2)), state
 
 
-@pytest.mark.parametrize("name", ["gdn", "gdn-grouped", "kda", "kda-bounded", "gdn2", "gdn2-grouped"])
+@pytest.mark.parametrize("name", ["gdn", "gdn-grouped", "kda", "kda-bounded", "gdn2", "gdn2-grouped", "gdn2-guarded"])
 def test_delta_layer_equals_its_equations(name):
     torch.manual_seed(0)
     layer, x, state = DELTA_LAYERS[name]().double(), random(2, 70, D), MixerState()
     expected, expected_state = expected_delta_layer(layer, x)
     assert_close(layer(x, state=state), expected)
     torch.testing.assert_close(state.recurrent.double(), expected_state, rtol=1e-6, atol=1e-6)
+
+
+def test_a_guarded_layer_changes_only_what_would_grow():
+    torch.manual_seed(0)
+    layer, x, states = DELTA_LAYERS["gdn2-guarded"]().double(), random(2, 70, D), []
+    for guard in (True, False):
+        layer.guard = guard
+        tokens, _ = layer.tokens(x)
+        states.append(tokens["b"] if guard else 2 * tokens["b"].sigmoid())
+    kept = (states[0] == states[1]).all(-1)
+    assert 0 < kept.sum() < kept.numel()
 
 
 def test_attention_equals_its_equation():

@@ -24,6 +24,7 @@ DELTA_LAYERS = {
     "kda-bounded": lambda: KimiDeltaAttention(**HEADS, num_v_heads=4, expand_v=2, lower_bound=-5.0, safe_gate=True),
     "gdn2": lambda: GatedDeltaNet2(**HEADS),
     "gdn2-grouped": lambda: GatedDeltaNet2(**HEADS, num_v_heads=4, expand_v=2, conv_bias=True, allow_neg_eigval=True),
+    "gdn2-guarded": lambda: GatedDeltaNet2(**HEADS, num_v_heads=4, allow_neg_eigval=True, guard=True),
     "gdp": lambda: GatedDeltaProduct(**HEADS),
     "gdp-grouped": lambda: GatedDeltaProduct(
         **HEADS, num_v_heads=4, conv_bias=True, allow_neg_eigval=False, num_householder=3

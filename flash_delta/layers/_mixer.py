@@ -98,6 +98,10 @@ class Mixer(GateParameters):
         """x [B, T, D] -> the op's g and beta, if the op has them."""
         raise NotImplementedError
 
+    def _activate(self, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The op's arguments from those with raw gates, which ops take as they are."""
+        return tokens
+
     def _separate(
         self, tokens: dict[str, Tensor], options: dict[str, Any], seq_idx: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -212,7 +216,7 @@ class Mixer(GateParameters):
         if halo is not None:
             projected, conv = halo.wait()
         (q, k, v), conv = self._convolve(projected, conv, keep_state, cu_seqlens, seq_idx)
-        return self._heads(q, k, v) | gates, conv
+        return self._activate(self._heads(q, k, v) | gates), conv
 
     def options(self) -> dict[str, Any]:
         """The op's arguments that depend on the layer and not on the tokens, by name. All ops of the layer's member

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flash_delta.layers._delta_mixer import ChannelGateMixer
+from flash_delta.layers._mixer import Mixer
 from flash_delta.layers._options import head_widths
-from flash_delta.ops import chunk_gdn2, chunk_kda, fused_recurrent_gdn2, fused_recurrent_kda
+from flash_delta.ops import chunk_gdn2, chunk_kda, fused_recurrent_gdn2, fused_recurrent_kda, guard_erase
 from flash_delta.ops._check.options import as_bool, as_lower_bound
 
 
@@ -133,6 +135,8 @@ class GatedDeltaNet2(ChannelGateMixer):
         conv_bias: whether the convolutions have a bias. Default False.
         layer_idx: the place of the layer in its model. The layer does not use it.
         norm_eps: eps of the output norm. Default 1e-5.
+        guard: whether :func:`flash_delta.guard_erase` changes b so that no state grows. It is made of PyTorch's
+            operations and takes memory for g, b and w in float32. Default False: b is as above, as in fla.
         backend: the backend of the ops, the convolutions and the norm. Default None: each chooses.
 
     Raises:
@@ -164,6 +168,7 @@ class GatedDeltaNet2(ChannelGateMixer):
         conv_bias: bool = False,
         layer_idx: int | None = None,
         norm_eps: float = 1e-5,
+        guard: bool = False,
         backend: str | None = None,
     ) -> None:
         layer = type(self).__name__
@@ -181,6 +186,7 @@ class GatedDeltaNet2(ChannelGateMixer):
             use_beta=False,
         )
         self.allow_neg_eigval = as_bool(layer, "allow_neg_eigval", allow_neg_eigval)
+        self.guard = as_bool(layer, "guard", guard)
         self.b_proj = nn.Linear(self.hidden_size, self.num_heads * self.head_k_dim, bias=False)
         self.w_proj = nn.Linear(self.hidden_size, self.num_v_heads * self.head_v_dim, bias=False)
         self._add_parts(self.num_heads, norm_eps)
@@ -194,6 +200,28 @@ class GatedDeltaNet2(ChannelGateMixer):
         """Each key head's part of ``x``, once for each of its value heads."""
         group = self.num_v_heads // self.num_heads
         return x if group == 1 else x.repeat_interleave(group, axis)
+
+    def _activate(self, tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not self.guard:
+            return tokens
+        g, k = self._log_decay(tokens["g"]), tokens["k"].to(torch.promote_types(tokens["k"].dtype, torch.float32))
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)  # the op's norm
+        b, w = (torch.sigmoid(tokens[name].to(g.dtype)) for name in ("b", "w"))
+        return tokens | {"g": g, "b": guard_erase(k, 2 * b if self.allow_neg_eigval else b, g), "w": w}
+
+    def _separate(
+        self, tokens: dict[str, Tensor], options: dict[str, Any], seq_idx: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if self.guard:  # g is the decay already
+            return Mixer._separate(self, tokens, options, seq_idx)
+        return super()._separate(tokens, options, seq_idx)
+
+    def options(self) -> dict[str, Any]:
+        given = super().options()
+        if self.guard:
+            given |= {"use_gate_in_kernel": False, "use_beta_sigmoid_in_kernel": False}
+            given |= dict.fromkeys(self.gate_options())
+        return given
 
     def gate_options(self) -> dict[str, Any]:
         given = super().gate_options()

@@ -13,14 +13,16 @@ from flash_delta.ops.delta_rule import (
     fused_recurrent_gated_delta_product,
 )
 from flash_delta.ops.gate import (
+    erase_norm,
     fused_gdn_gate,
     fused_kda_gate,
+    guard_erase,
     naive_gdn_gate,
     naive_kda_gate,
     naive_kda_lowerbound_gate,
 )
 from flash_delta.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from flash_delta.ops.gdn2 import chunk_gdn2, erase_norm, fused_recurrent_gdn2
+from flash_delta.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from flash_delta.ops.kda import chunk_kda, fused_recurrent_kda
 from flash_delta.ops.mixer import Layout, Place, mix
 from flash_delta.ops.serving import (
@@ -56,6 +58,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn2",
     "fused_recurrent_kda",
+    "guard_erase",
     "mix",
     "naive_gdn_gate",
     "naive_kda_gate",

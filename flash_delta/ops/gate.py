@@ -1,4 +1,5 @@
-"""Raw gate activations to log decays, for callers that keep the gate outside the delta rule ops."""
+"""Raw gate activations to log decays, for callers that keep the gate outside the delta rule ops. How far GDN-2's erase
+gate stretches a state, and a guard against it."""
 
 import torch
 from torch import Tensor
@@ -7,7 +8,15 @@ from flash_delta.ops._elementwise import compute
 from flash_delta.ops._operators.elementwise import GATE, Gated
 from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
 
-__all__ = ["fused_gdn_gate", "fused_kda_gate", "naive_gdn_gate", "naive_kda_gate", "naive_kda_lowerbound_gate"]
+__all__ = [
+    "erase_norm",
+    "fused_gdn_gate",
+    "fused_kda_gate",
+    "guard_erase",
+    "naive_gdn_gate",
+    "naive_kda_gate",
+    "naive_kda_lowerbound_gate",
+]
 
 
 def fused_gdn_gate(
@@ -90,3 +99,114 @@ def fused_kda_gate(
     """
     fields = "fused_kda_gate", ("channel", True, lower_bound), output_dtype
     return compute(GATE, Gated(g, A_log, dt_bias), fields, backend)
+
+
+def erase_norm(k: Tensor, b: Tensor) -> Tensor:
+    r"""By how much each token's erase can stretch a state of GDN-2, before its decay: the largest singular value of
+
+    .. math::
+        I - k_t (b_t \odot k_t)^\top
+
+    A sequence whose tokens decay by less than this may have states that grow without limit. :func:`guard_erase` changes
+    b so that no token does this. Kimi Delta Attention's erase, with one beta from 0 to 2 for all channels and a unit
+    key, never stretches: there it is 1.
+
+    Args:
+        k: keys ``[B, T, H, K]``, any float dtype, as the rule uses them: after their norm, if the op normalises them.
+        b: erase gate ``[B, T, HV, K]``, not its logit; HV a multiple of H.
+
+    Returns:
+        ``[B, T, HV]`` in float32, or in float64 if k or b is. At least 1, if K is above 1.
+
+    Raises:
+        ValueError: if k and b do not have these shapes.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import erase_norm
+        >>> k = torch.nn.functional.normalize(torch.randn(1, 100, 2, 32), dim=-1)
+        >>> b = torch.rand(1, 100, 4, 32)
+        >>> bool((erase_norm(k, b) <= (4 / 3) ** 0.5 + 1e-6).all())  # for b from 0 to 1
+        True
+
+    Source: `docs/mathematics.md`, tag N4.
+    """
+    _, kept, spread = _erased(*_keys_and_gates("erase_norm", k, b))
+    total = 1 + kept + spread
+    return ((total + (total.square() - 4 * kept).clamp(min=0).sqrt()) / 2).sqrt()
+
+
+def guard_erase(k: Tensor, b: Tensor, g: Tensor) -> Tensor:
+    r"""An erase gate for GDN-2 that lets no state grow: b, moved to its mean where a token would stretch more than it
+    decays.
+
+    .. math::
+        m = \frac{\langle k, b \odot k \rangle}{|k|^2}, \qquad b' = m + c \, (b - m), \qquad
+        \left| (I - k (b' \odot k)^\top) \, \mathrm{diag}(e^{g}) \right|_2 \le 1
+
+    c is the largest number from 0 to 1 for which this follows from the least decay of the token's channels. It is 1
+    where b satisfies it already. It is 0 in a token that keeps a channel whole: all channels then erase with m, as in
+    Kimi Delta Attention. The bound holds if m |k|^2 is from 0 to 2 and g is at most 0. Where no c satisfies it, c is 0.
+    Give b' to the op in the dtype that you get, since rounding could pass the bound.
+
+    It is made of PyTorch's operations and has gradients for k, b and g. It changes the model: train with the guard that
+    you will use.
+
+    Args:
+        k: keys ``[B, T, H, K]``, any float dtype, as the rule uses them: after their norm, if the op normalises them.
+        b: erase gate ``[B, T, HV, K]``, not its logit; HV a multiple of H.
+        g: log decay in nats ``[B, T, HV, K]``, not the raw activation.
+
+    Returns:
+        ``[B, T, HV, K]`` in float32, or in float64 if k, b or g is.
+
+    Raises:
+        ValueError: if k, b and g do not have these shapes.
+
+    Example:
+        >>> import torch
+        >>> from flash_delta import chunk_gdn2, erase_norm, guard_erase
+        >>> q, v = torch.randn(1, 100, 2, 32), torch.randn(1, 100, 4, 32)
+        >>> k = torch.nn.functional.normalize(torch.randn(1, 100, 2, 32), dim=-1)
+        >>> g, b, w = -0.02 * torch.rand(1, 100, 4, 32), torch.rand(1, 100, 4, 32), torch.rand(1, 100, 4, 32)
+        >>> b = guard_erase(k, b, g)
+        >>> bool((erase_norm(k, b) * g.amax(-1).exp() <= 1 + 1e-6).all())
+        True
+        >>> o, _ = chunk_gdn2(q, k, v, g, b, w)
+
+    Source: `docs/mathematics.md`, tag N5. cuDNN's kernels for GDN-2 have a guard of this kind, without its gradient.
+    """
+    k, b = _keys_and_gates("guard_erase", k, b, g)
+    mean, kept, spread = _erased(k, b)
+    decay = -2 * g.to(b.dtype).amax(-1).clamp(-20, 0)  # e^40 is more than any erase needs, and has finite gradients
+    room = (torch.expm1(decay) * (1 - kept * torch.exp(-decay))).clamp(min=0)
+    # The root is of 1 where b stays and where nothing is left of its spread: gradients of other numbers are infinite.
+    shrinks, some = spread > room, room > 0
+    part = torch.where(shrinks & some, room / torch.where(shrinks, spread, 1), 1).sqrt()
+    return torch.lerp(mean.expand_as(b), b, torch.where(shrinks & ~some, 0, part)[..., None])
+
+
+def _keys_and_gates(op: str, k: Tensor, b: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """k for every value head and b, in one dtype that is at least float32."""
+    fits = k.dim() == b.dim() == 4 and (k.shape[:2], k.shape[3]) == (b.shape[:2], b.shape[3])
+    if not fits or b.shape[2] % max(k.shape[2], 1) or (g is not None and g.shape != b.shape):
+        names, got = ("b and g", f"{list(b.shape)} and {list(g.shape)}") if g is not None else ("b", list(b.shape))
+        raise ValueError(
+            f"{op}: expected k [B, T, H, K] and {names} [B, T, HV, K], with HV a multiple of H, "
+            f"got {list(k.shape)} and {got}"
+        )
+    dtype = torch.float32
+    for t in (k, b) if g is None else (k, b, g):
+        dtype = torch.promote_types(dtype, t.dtype)
+    return k.to(dtype).repeat_interleave(b.shape[2] // k.shape[2], 2), b.to(dtype)
+
+
+def _erased(k: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of b by the squares of k ``[B, T, HV, 1]``. And of the two squared singular values of I - k (b . k)^T
+    that are not 1, ``[B, T, HV]``: their product, and by how much their sum is larger than 1 plus this product. This is
+    0 if b is its mean, and else it is as the square of the distance."""
+    squares = k.square()
+    length = squares.sum(-1, keepdim=True)
+    mean = (squares * b).sum(-1, keepdim=True) / torch.where(length > 0, length, 1)
+    inner, spread = length * mean, length * (squares * (b - mean).square()).sum(-1, keepdim=True)
+    return mean, (1 - inner[..., 0]).square(), spread[..., 0]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flash_delta.ops._check.options import promised_bound
@@ -76,8 +75,8 @@ def chunk_gdn2(
         ValueError: naming the argument, what was expected and what came.
 
     A state can grow even without a rising decay: for unit keys a token's erase stretches it by up to 1.155 if b is from
-    0 to 1, and by up to 1.414 if b is from 0 to 2. With the same b in all channels it never does. :func:`erase_norm`
-    says by how much.
+    0 to 1, and by up to 1.414 if b is from 0 to 2. With the same b in all channels it never does.
+    :func:`flash_delta.erase_norm` says by how much. With the b of :func:`flash_delta.guard_erase` no state grows.
 
     Example:
         >>> import torch
@@ -179,46 +178,3 @@ def fused_recurrent_gdn2(
         "neg_eigval": allow_neg_eigval, "state_v_first": state_layout(op, state_v_first, transpose_state_layout),
     }  # fmt: skip
     return run_tokens(inputs, options, cu_seqlens_cpu, output_final_state=output_final_state, backend=backend)
-
-
-def erase_norm(k: Tensor, b: Tensor) -> Tensor:
-    r"""By how much each token's erase can stretch a state of GDN-2, before its decay: the largest singular value of
-
-    .. math::
-        I - k_t (b_t \odot k_t)^\top
-
-    A sequence whose tokens decay by less than this may have states that grow without limit. Kimi Delta Attention's
-    erase, with one beta from 0 to 2 for all channels and a unit key, never stretches: there it is 1.
-
-    Args:
-        k: keys ``[B, T, H, K]``, any float dtype, as the rule uses them: after their norm, if the op normalises them.
-        b: erase gate ``[B, T, HV, K]``, not its logit; HV a multiple of H.
-
-    Returns:
-        ``[B, T, HV]`` in float32, or in float64 if k or b is. At least 1, if K is above 1.
-
-    Raises:
-        ValueError: if k and b do not have these shapes.
-
-    Example:
-        >>> import torch
-        >>> from flash_delta import erase_norm
-        >>> k = torch.nn.functional.normalize(torch.randn(1, 100, 2, 32), dim=-1)
-        >>> b = torch.rand(1, 100, 4, 32)
-        >>> bool((erase_norm(k, b) <= (4 / 3) ** 0.5 + 1e-6).all())  # for b from 0 to 1
-        True
-
-    Source: `docs/mathematics.md`, tag N4.
-    """
-    fits = k.dim() == b.dim() == 4 and (k.shape[:2], k.shape[3]) == (b.shape[:2], b.shape[3])
-    if not fits or b.shape[2] % max(k.shape[2], 1):
-        raise ValueError(
-            "erase_norm: expected k [B, T, H, K] and b [B, T, HV, K], with HV a multiple of H, "
-            f"got {list(k.shape)} and {list(b.shape)}"
-        )
-    dtype = torch.promote_types(torch.promote_types(k.dtype, b.dtype), torch.float32)
-    k = k.to(dtype).repeat_interleave(b.shape[2] // k.shape[2], 2)
-    p = b.to(dtype) * k
-    inner = (k * p).sum(-1)
-    total = 2 - 2 * inner + k.square().sum(-1) * p.square().sum(-1)  # of the two squares that are not 1
-    return ((total + (total.square() - 4 * (1 - inner).square()).clamp(min=0).sqrt()) / 2).sqrt()
