@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from serving_truth import needs_triton
 from test_gdn2 import with_gradients
 from tiny_layers import DELTA_LAYERS, HEADS, D, random
 from torch.nn import functional as F
@@ -13,9 +14,11 @@ from torch.nn import functional as F
 from flash_delta import (
     chunk_gated_delta_product,
     chunk_gated_delta_rule,
+    decode_gated_delta_product,
     explain,
     fused_recurrent_gated_delta_product,
     fused_recurrent_gated_delta_rule,
+    prefill_gated_delta_product,
 )
 from flash_delta.layers import GatedDeltaProduct, MixerState, tensor_parallel_plan
 from flash_delta.testing import assert_accurate
@@ -198,6 +201,83 @@ def test_triton(op, decay):
 def test_explain_tells_of_the_rule_that_runs():
     found = explain(chunk_gated_delta_product, **draw(2, T=5), num_householder=2)
     assert (found.backend, found.problem.T) == ("torch", 10)
+
+
+SLOTS, OTHERS = torch.tensor([5, -1, 2, 0]), torch.tensor([1, 3, 2, 6])
+BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+
+
+def serve(op, n, x, pool, backend, **more):
+    """A call that reads the slots `SLOTS`, of which one is padding, and writes `OTHERS`."""
+    given = {"num_householder": n, "state_pool": pool, "backend": backend, "state_v_first": False}
+    return op(**{"g": None} | x | given, read_indices=SLOTS, write_indices=OTHERS, **more)
+
+
+def check_pool(x, n, o, pool, before, lengths):
+    """Each sequence from its slot against the equation. The others' slots stay as they were."""
+    bounds, rows = [0, *torch.tensor(lengths).cumsum(0).tolist()], {"q": 1, "g": 1, "k": n, "v": n, "beta": n}
+    for i, (start, stop) in enumerate(pairwise(bounds)):
+        got = o.reshape(1, -1, *o.shape[2:])[:, start:stop]
+        if SLOTS[i] < 0:
+            assert not got.any()
+            continue
+        part = {
+            name: t.reshape(1, -1, *t.shape[2:])[:, rows[name] * start : rows[name] * stop] for name, t in x.items()
+        }
+        part = {name: t.double() for name, t in part.items()}
+        want, state = equation(n, **part, initial_state=before[SLOTS[i]][None].double())
+        assert_accurate("o", got, want, torch.float32)
+        assert_accurate("state", pool[OTHERS[i]][None], state, torch.float32)
+    untouched = [slot for slot in range(len(pool)) if slot not in OTHERS[SLOTS >= 0]]
+    assert torch.equal(pool[untouched], before[untouched])
+
+
+@BACKENDS
+@pytest.mark.parametrize("decay", [None, 0.3])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_prompts_on_a_pool(n, decay, backend):
+    """Long and short ones, one without a token."""
+    lengths = (40, 3, 0, 7)
+    x = draw(n, lengths=lengths, H=1, HV=2, decay=decay, dtype=torch.float32)
+    del x["initial_state"]
+    pool = torch.randn(7, 2, 8, 12)
+    before, bounds = pool.clone(), torch.tensor([0, *lengths]).cumsum(0)
+    o = serve(prefill_gated_delta_product, n, x, pool, backend, cu_seqlens=bounds)
+    check_pool(x, n, o, pool, before, lengths)
+
+
+@BACKENDS
+@pytest.mark.parametrize("decay", [None, 0.3])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_tokens_on_a_pool(n, decay, backend):
+    """Several tokens in one call give the bits of calls with one token."""
+    x = draw(n, B=4, T=3, H=1, HV=2, decay=decay, dtype=torch.float32)
+    del x["initial_state"]
+    pool = torch.randn(7, 2, 8, 12)
+    before, steps = pool.clone(), pool.clone()
+    o = serve(decode_gated_delta_product, n, x, pool, backend)
+    check_pool(x, n, o, pool, before, (3, 3, 3, 3))
+    rows, read = {"q": 1, "g": 1, "k": n, "v": n, "beta": n}, SLOTS
+    for t in range(3):
+        token = {name: y[:, rows[name] * t : rows[name] * (t + 1)] for name, y in x.items()}
+        given = {"num_householder": n, "state_pool": steps, "backend": backend, "state_v_first": False}
+        one = decode_gated_delta_product(**{"g": None} | token | given, read_indices=read, write_indices=OTHERS)
+        read = torch.where(SLOTS < 0, -1, OTHERS)
+        assert torch.equal(one, o[:, t : t + 1])
+    assert torch.equal(steps, pool)
+
+
+def test_refusals_on_a_pool():
+    x = draw(3, B=4, T=6, H=1, HV=2, dtype=torch.float32)
+    x["state_pool"], x["read_indices"] = x.pop("initial_state"), torch.arange(4)
+    op, given = decode_gated_delta_product, {"num_householder": 3, "state_v_first": False}
+    with pytest.raises(ValueError, match=r"decode_gated_delta_product: q: expected 1 to 5 tokens .* 3 updates, got 6"):
+        op(**x, **given)
+    token = {name: t if t.shape[1] not in (6, 18) else t[:, : t.shape[1] // 6] for name, t in x.items() if t.dim() > 1}
+    token["read_indices"] = x["read_indices"]
+    with pytest.raises(ValueError, match=r"write_indices: expected a tensor \[4\], got shape \[4, 3\]"):
+        op(**token, **given, write_indices=torch.zeros(4, 3, dtype=torch.int64))
+    assert explain(op, **token, **given).backend == "torch"
 
 
 WRONG = {

@@ -55,7 +55,7 @@ def delta_rule(op, **changes):
     """One of the ops, with whatever tensors it names, in a call that lets every flag be either."""
     parameters = signature(op).parameters
     serving, kda = "state_pool" in parameters, op.__name__.endswith(("kda", "gdn2"))
-    decode = "num_accepted_tokens" in parameters
+    decode = op.__name__.startswith("decode")
     b, t = (B, 2) if decode else (1, T) if serving else (B, T)
     n = 2 if "num_householder" in parameters and changes.get("num_householder") != 1 else 1
     given = {

@@ -26,9 +26,11 @@ from flash_delta.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from flash_delta.ops.kda import chunk_kda, fused_recurrent_kda
 from flash_delta.ops.mixer import Layout, Place, mix
 from flash_delta.ops.serving import (
+    decode_gated_delta_product,
     decode_gated_delta_rule,
     decode_gdn2,
     decode_kda,
+    prefill_gated_delta_product,
     prefill_gated_delta_rule,
     prefill_gdn2,
     prefill_kda,
@@ -46,6 +48,7 @@ __all__ = [
     "chunk_gdn2",
     "chunk_kda",
     "chunk_simple_gla",
+    "decode_gated_delta_product",
     "decode_gated_delta_rule",
     "decode_gdn2",
     "decode_kda",
@@ -63,6 +66,7 @@ __all__ = [
     "naive_gdn_gate",
     "naive_kda_gate",
     "naive_kda_lowerbound_gate",
+    "prefill_gated_delta_product",
     "prefill_gated_delta_rule",
     "prefill_gdn2",
     "prefill_kda",

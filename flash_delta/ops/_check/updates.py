@@ -45,8 +45,10 @@ def by_updates(
 
 
 def by_tokens(n: int, found: Any) -> Any:
-    """``(o, final_state)`` with the rows of o that a query reads. Rows of a copy, so that the others are freed."""
+    """o, or ``(o, final_state)``, with the rows of o that a query reads, in a copy, so that the others are freed."""
     if n == 1 or isinstance(found, Explanation):
         return found
-    o, final_state = found
-    return o[:, n - 1 :: n].contiguous(), final_state
+    if isinstance(found, tuple):
+        o, final_state = found
+        return by_tokens(n, o), final_state
+    return found[:, n - 1 :: n].contiguous()
