@@ -106,7 +106,7 @@ def test_every_case_comes_with_other_widths(judge, tmp_path):
 
 
 def test_growing_states_are_told(judge):
-    """Of the cases that ran."""
+    """The command tells of the cases that ran, and of no other."""
     result = run("--case", "growing-to-2")
     assert "case 'growing-to-2': an erase of GDN-2 stretches states by up to 1.34, 24 by 80\n" in result.output
     assert "'growing'" not in result.output

@@ -204,9 +204,8 @@ class Mixer(GateParameters):
             seq_idx: numbers of the tokens' documents [B, T], for the convolutions; see `documents.py`.
 
         Returns:
-            The op's arguments by name, q and k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] or [B, T, HV, K], beta
-            [B, T, HV], raw if `options` tells the op so; and the convolutions' states or None. If the op has no g or
-            beta, they are left out. With n updates per token, k, v and beta have n T rows.
+            The op's arguments by name, q and k [B, T, H, K], v [B, T, HV, V], gates [B, T, HV] or with channels, raw if
+            `options` tells the op so; and the convolutions' states or None. Of k, v and beta each update has a row.
         """
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         halo = None
