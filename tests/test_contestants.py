@@ -28,6 +28,7 @@ from flash_delta.testing import (
 from flash_delta.testing.large import run_workload
 from workshop.bench.contestants import NAMES, load
 from workshop.bench.contestants.call import NO_CHOICE
+from workshop.bench.floor import floor
 from workshop.bench.runner import PEERS_ALLOWED
 from workshop.bench.workloads import WORKLOADS
 from workshop.check.elementwise import judge_elementwise, make_elementwise
@@ -69,6 +70,23 @@ def test_ours_and_the_fallback_of_transformers_agree(row):
     assert ours.keys() == theirs.keys()
     for name, t in ours.items():
         assert_accurate(name, t, theirs[name].double(), torch.float32)
+
+
+def test_a_row_of_gated_delta_product():
+    row = Workload("t", "training", "gdp", 2, 4, 2, 50, states=False, l2norm=True, updates=2, **TINY)
+    assert row.name == "2/4 2x50, 2 updates a token, K = 16, V = 24 float32"
+    x = make_tensors(row, "cpu")
+    call = load("flash_delta").prepare(row, x)
+    wanted = {n: t for n, t in call.inputs.items() if t.requires_grad}
+    o, _ = call.run()
+    assert o.shape == output_gradient(x).shape == (1, 100, 4, 24)
+    gradients = torch.autograd.grad(o, list(wanted.values()), output_gradient(x))
+    found = {"o": o} | {f"d{n}": d for n, d in zip(wanted, gradients, strict=True)}
+    assert found["dk"].shape[1] == 2 * found["dq"].shape[1]
+    assert all(error < 1e-5 for error, _ in judge(row, x, found).values())
+    once = replace(row, updates=1)
+    assert floor(once).flops < floor(row).flops < 2 * floor(once).flops
+    assert floor(once) == floor(replace(once, member="gdn"))
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -331,7 +349,7 @@ def test_what_runs_on_a_cpu(name):
 
 
 WIDTHS = {"gdn-widths", "kda-widths"}
-RELATIVES = {"comba", "delta-rule", "simple-gla", "family-gdn2"}
+RELATIVES = {"comba", "delta-rule", "simple-gla", "family-gdn2", "family-gdp"}
 ALONE = {"cpu", "serving", "prompts", "family-kda"}  # others could run them, but take no part
 STEPS_OF_LAYERS = {"step", "step-transformers"}
 OF_FLA = {f"fla-{member}-{kind}" for member in ("gdn", "kda") for kind in ("forward", "training")}

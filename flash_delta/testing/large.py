@@ -48,8 +48,10 @@ def without_padding(x: dict[str, Tensor], o: Tensor) -> Tensor:
 
 
 def output_like(x: dict[str, Tensor]) -> Tensor:
-    """An input with the output's shape and dtype: the values, or a layer's input."""
-    return x["hidden_states"] if "hidden_states" in x else x["v"]
+    """An input with the output's shape and dtype: the values (of one update of each token), or a layer's input."""
+    if "hidden_states" in x:
+        return x["hidden_states"]
+    return x["v"][:, :: x["v"].shape[1] // x["q"].shape[1]]
 
 
 def judge(workload: Workload, x: dict[str, Tensor], results: dict[str, Tensor]) -> dict[str, tuple[float, float]]:

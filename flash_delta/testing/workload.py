@@ -33,7 +33,7 @@ class Workload:
 
     group: str
     kind: Literal["forward", "training", "decode", "prefill"]
-    member: Literal["gdn", "kda", "gdn2", "comba", "delta-rule", "simple-gla"]
+    member: Literal["gdn", "kda", "gdn2", "gdp", "comba", "delta-rule", "simple-gla"]
     H: int
     HV: int
     N: int  # sequences
@@ -46,6 +46,7 @@ class Workload:
     gates: Literal["", "dt_bias = 0", "unbounded", "log decays"] = ""  # per channel, if rows of a group differ in them
     K: int = 128
     V: int = 128
+    updates: int = 1  # of the state per token, of Gated DeltaProduct
     disable_recompute: bool = False  # all is saved for the backward pass; else it computes most of it again
     state_dtype: str = "float32"  # of initial states; with kind "decode" also of the updated states
     lengths: tuple[int, ...] = ()  # of packed or padded sequences, if not all have T tokens; T is then the longest
@@ -77,6 +78,7 @@ class Workload:
         widths = "" if self.K == self.V == 128 else f", K = {self.K}, V = {self.V}"
         gates = f", {self.gates}" if self.gates else ""
         bounds = ", lengths on the device" if self.on_device else ""
+        widths = f", {self.updates} updates a token{widths}" if self.updates > 1 else widths
         return f"{layer}{self.H}/{self.HV} {shape}{widths}{dtype}{state}{option}{checkpoints}{gates}{bounds}{step}"
 
     @property
@@ -130,8 +132,9 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
 
     w, dtype = workload, getattr(torch, workload.dtype)
     B, T = (1, w.tokens) if w.packed else (w.N, w.T)
+    rows = w.updates * T
     channels = (w.HV, w.K) if w.gate == "channel" else (w.HV,)
-    x = {"q": randn(B, T, w.H, w.K), "k": randn(B, T, w.H, w.K), "v": randn(B, T, w.HV, w.V)}
+    x = {"q": randn(B, T, w.H, w.K), "k": randn(B, rows, w.H, w.K), "v": randn(B, rows, w.HV, w.V)}
     if not w.l2norm:
         x |= {name: torch.nn.functional.normalize(x[name], dim=-1) for name in ("q", "k")}
     x = {name: t.to(dtype) for name, t in x.items()}
@@ -139,7 +142,7 @@ def make_tensors(workload: Workload, device: torch.device | str, seed: int = 0) 
     dt_bias = dt + torch.log(-torch.expm1(-dt))  # softplus(dt_bias) = dt
     dt_bias = torch.zeros_like(dt_bias) if w.gates == "dt_bias = 0" else dt_bias
     A = uniform(1.0 if w.gate == "channel" else 0.0, 16.0, w.HV)
-    a, beta = randn(B, T, *channels), randn(B, T, w.HV)
+    a, beta = randn(B, T, *channels), randn(B, rows, w.HV)
     if w.raw:
         x |= {"g": a.to(dtype), "beta": beta.to(dtype), "A_log": A.log(), "dt_bias": dt_bias}
     elif w.gate != "channel":
@@ -175,9 +178,11 @@ def activations(workload: Workload) -> dict[str, bool | float]:
     return {name: value for name, value in chosen.items() if name in w.op.options}
 
 
-def options(workload: Workload) -> dict[str, bool | float]:
+def options(workload: Workload) -> dict[str, bool | float | int]:
     """The other arguments of ``workload.op``."""
-    chosen = activations(workload) | {"output_final_state": workload.states}
+    chosen: dict[str, bool | float | int] = activations(workload) | {"output_final_state": workload.states}
     if workload.disable_recompute:
         chosen["disable_recompute"] = True
+    if workload.op.updates > 1:
+        chosen["num_householder"] = workload.updates
     return chosen

@@ -5,7 +5,7 @@ from workshop.bench.floor import ceilings
 from workshop.bench.peer import Peer
 from workshop.bench.results import Change, Group, Result, changes, folder
 from workshop.bench.runner import run_group
-from workshop.bench.workloads import select
+from workshop.bench.selection import select
 
 __all__ = [
     "Change",

@@ -14,7 +14,8 @@ Per token, ``e`` bytes an element of q, k, v and o, and ``a`` bytes an element o
 * forward multiply-adds per value head: ``3 K V + 2 C K + C V`` with C = 64: the state read by k and by q and updated,
   the scores q k and k k, the output inside the chunk; decoding: ``3 K V``. Simple GLA has neither the product of the
   state and k nor k k, and no beta; the delta rule has no gate; Comba also moves the keys that erase; GDN-2 has
-  ``e HV (K + V)`` bytes of b and w in place of beta;
+  ``e HV (K + V)`` bytes of b and w in place of beta; Gated DeltaProduct has several k, v and beta per token, whose
+  products count as often, except those of q;
 * a layer of width ``hidden`` has other bytes than the rule: weights, input, output and the float32 states that it
   keeps; backward weights, input, dy and the gradients. Its projections add a multiply-add per token and weight, and two
   in the backward pass. There are ``hidden (2 H K + 3 HV V + 2 HV)`` weights; with a gate per channel there are
@@ -67,12 +68,13 @@ def floor(workload: Workload) -> Floor:
         return _layer_floor(w, e)
     a = e if w.raw else 4
     channels = {"none": 0, "scalar": 1, "channel": w.K}[w.gate]
-    strengths = e * (w.K + w.V) if w.op.channel_strength else a * w.op.delta
+    strengths = e * (w.K + w.V) if w.op.channel_strength else a * w.op.delta * w.updates
     tokens, gates, products = w.tokens, w.HV * (strengths + a * channels), _products(w)
-    keys = (2 + w.op.erase_keys) * w.H * w.K  # of q, of k, and of keys that erase
-    moved = tokens * (e * (keys + 2 * w.HV * w.V) + gates)
+    keys = (1 + w.updates + w.op.erase_keys) * w.H * w.K  # of q, of k, and of keys that erase
+    values = w.updates * w.HV * w.V
+    moved = tokens * (e * (keys + values + w.HV * w.V) + gates)
     if w.kind == "training":
-        moved += tokens * (e * (2 * keys + 3 * w.HV * w.V) + 2 * gates)
+        moved += tokens * (e * (2 * keys + 2 * values + w.HV * w.V) + 2 * gates)
         products += round(BACKWARD_PRODUCTS * products)
     if w.around:
         moved += e * (tokens * w.HV * w.V + 2 * w.N * TAPS * (2 * w.H * w.K + w.HV * w.V))
@@ -88,8 +90,10 @@ def floor(workload: Workload) -> Floor:
 
 def _products(w: Workload) -> int:
     """Multiply-adds of the rule's forward pass."""
-    keys = 1 + w.op.delta  # q meets state and chunk, and with a delta rule k does, too
-    return w.tokens * w.HV * ((1 + keys) * w.K * w.V + (0 if w.kind == "decode" else keys * C * w.K + C * w.V))
+    updates = w.updates
+    keys = 1 + w.op.delta * updates  # q meets state and chunk, and with a delta rule k does, too
+    inside = 0 if w.kind == "decode" else keys * C * w.K + C * w.V
+    return w.tokens * w.HV * ((updates + keys) * w.K * w.V + inside)
 
 
 def _layer_floor(w: Workload, e: int) -> Floor:

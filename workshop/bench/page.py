@@ -69,6 +69,7 @@ TITLES = {
     "kda-gates": "Kimi Delta Attention, forward with other gates",
     "family-kda": "Kimi Delta Attention, beside which Gated DeltaNet 2 is timed",
     "family-gdn2": "Gated DeltaNet 2; norm and bounded gate in the op, strengths given",
+    "family-gdp": "Gated DeltaProduct with one and two updates per token; norm in the op",
     "gdn-models": "Gated DeltaNet as layers call it; norm, gate and sigmoid in the op",
     "kda-models": "Kimi Delta Attention, forward and backward; norm, bounded gate and sigmoid in the op",
     "comba": "Comba as layers call it; norm, gate and sigmoid in the op",

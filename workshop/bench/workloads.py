@@ -1,9 +1,7 @@
 """The workloads that are timed: the rows of the tables in ``docs/benchmarks.md``."""
 
 import random
-from collections.abc import Iterator, Sequence
-
-import torch
+from collections.abc import Iterator
 
 from flash_delta.testing import Workload
 
@@ -119,13 +117,15 @@ def _models() -> Iterator[Workload]:
 
 
 def _family() -> Iterator[Workload]:
-    """Members of the family beside the ones whose kernels they share, as layers call them."""
-    for member in ("kda", "gdn2"):
-        for kind in ("forward", "training"):
-            for H in (16, 32):
-                for N, T in ((1, 8192), (8, 1024), (4, 8192)):
-                    group, packed = f"family-{member}", T == 1024
-                    yield Workload(group, kind, member, H, H, N, T, packed=packed, states=False, **IN_OP)
+    """Members of the family beside the ones whose kernels they share. Gated DeltaProduct's are those of one update."""
+    for kind in ("forward", "training"):
+        for H in (16, 32):
+            for N, T in ((1, 8192), (8, 1024), (4, 8192)):
+                common = {"packed": T == 1024, "states": False, "l2norm": True}
+                for member in ("kda", "gdn2"):
+                    yield Workload(f"family-{member}", kind, member, H, H, N, T, **common, raw=True)
+                for updates in (1, 2):
+                    yield Workload("family-gdp", kind, "gdp", H, H, N, T, **common, updates=updates)
 
 
 def _widths() -> Iterator[Workload]:
@@ -239,15 +239,3 @@ WORKLOADS = (
     *_step("step", of_fla=True), *_step("step-transformers", of_fla=False), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))
-
-
-def select(groups: Sequence[str] | None, device: torch.device, rows: str | None = None) -> dict[str, list[Workload]]:
-    """The workloads by group: the named groups, or all for this device. ``rows``: text that names of rows contain."""
-    for name in groups or ():
-        if name not in GROUPS:
-            raise ValueError(f"groups: expected names among {', '.join(GROUPS)}, got {name!r}")
-    here = [name for name in GROUPS if (name == "cpu") == (device.type == "cpu")]
-    chosen = {name: [w for w in WORKLOADS if w.group == name and (rows or "") in w.name] for name in groups or here}
-    if not any(chosen.values()):
-        raise ValueError(f"rows: expected a part of a row's name, such as {WORKLOADS[0].name!r}, got {rows!r}")
-    return {name: workloads for name, workloads in chosen.items() if workloads}

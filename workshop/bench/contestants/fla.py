@@ -22,7 +22,10 @@ from workshop.bench.contestants.tensors import activated
 PACKAGE = "fla-core"  # this package has the ops; flash-linear-attention adds layers and models
 CACHES = ("TRITON_CACHE_DIR",)
 RULE = ("g", "beta", "A_log", "dt_bias")
-ELSEWHERE = {"chunk_gdn2": "fla.ops.gdn2"}  # ops that fla.ops does not have
+ELSEWHERE = {  # ops that fla.ops does not have
+    "chunk_gdn2": "fla.ops.gdn2",
+    "chunk_gated_delta_product": "fla.ops.gated_delta_product",
+}
 
 # If FlashQLA, FlashKDA or TileLang is installed, fla calls them. Here we want to time fla's own kernels.
 DELEGATES = ("FLA_FLASH_QLA", "FLA_FLASH_KDA", "FLA_TILELANG")
