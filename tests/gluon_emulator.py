@@ -301,13 +301,16 @@ def smallest(x, axis):
 
 
 def assembled(code, constraints, arguments, dtype, is_pure, pack):
-    """What kernels write in assembly: float16 without infinities, and the bits of bfloat16 where a mask is 0; and the
-    two ends of a hand-over. Programs run one after the other, so a flag that is not there would never come."""
+    """What kernels write in assembly: float16 without infinities, and the bits of bfloat16 where a mask is 0; a sigmoid
+    of -x log 2; and the two ends of a hand-over. Programs run one after the other, so a flag that is not there would
+    never come."""
     if "cp.async.bulk.wait_group" in code:
         return arguments[0]
     if "ld.acquire" in code:
         assert (arguments[0].load().t != 0).all(), "a program waits for one that has not started"
         return arguments[0]
+    if "ex2.approx" in code:
+        return Value(1 / (1 + arguments[0].t.exp2()))
     assert "cvt.rn.satfinite.f16x2.f32" in code
     most = torch.finfo(torch.float16).max
     half = arguments[0].t.clamp(-most, most).half()

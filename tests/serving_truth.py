@@ -31,6 +31,7 @@ KINDS = {  # of gate: op, and how it is called
 OF_GATES = {  # the same, with gates b and w in place of beta; fewer tests run these
     "gdn2": (flash_delta.decode_gdn2, {}),
     "gdn2-raw": (flash_delta.decode_gdn2, RAW | {"allow_neg_eigval": True}),
+    "gdn2-bounded": (flash_delta.decode_gdn2, RAW | {"lower_bound": -5.0}),
 }
 CALLS = KINDS | OF_GATES
 

@@ -96,8 +96,12 @@ def test_a_promise_rules_the_second_launch_out():
     assert rest == [False, True, False, False]
 
 
-def test_grouped_heads_and_low_bounds_are_left_to_triton():
-    p = SimpleNamespace(H=1, HV=2, gate=Gate("channel", True))
+def test_what_is_left_to_triton():
+    p = SimpleNamespace(H=1, HV=2, gate=Gate("channel", True), channel_strength=False)
     assert "as many key heads as value heads; there are 1 and 2" in channel_backward.unsupported(p)
     p.HV, p.gate = 1, Gate("channel", True, -8.0)
     assert "lower_bound of -5 or more, it is -8" in channel_backward.unsupported(p)
+    p.channel_strength, p.gate = True, Gate("channel", dtype=torch.float32)
+    assert "if g is torch.bfloat16" in channel_backward.unsupported(p)
+    p.gate = p.gate._replace(dtype=torch.bfloat16)
+    assert channel_backward.unsupported(p) is None

@@ -67,7 +67,7 @@ def mixed(kind="kda-bounded", lengths=LENGTHS, **changes):
     table[3 % N][1] = -1
     x |= {"checkpoint_indices": slots(table, x, torch.int32), "checkpoint_every": 64}
     x["has_initial_state"] = slots([n % 3 != 2 for n in range(N)], x).bool()
-    for name in TOKENS:
+    for name in x.keys() & set(TOKENS):
         x[name][:, sum(lengths) :] = float("nan")
     return x
 
@@ -76,7 +76,9 @@ def mixed(kind="kda-bounded", lengths=LENGTHS, **changes):
 @pytest.mark.parametrize(("v_first", "batch_invariant"), [(False, False), (True, True)], ids=["k-first", "v-first"])
 @pytest.mark.parametrize(
     ("kind", "pool"),
-    [(kind, torch.float32) for kind in KINDS] + [("kda-bounded", torch.bfloat16), ("kda-raw", torch.float16)],
+    [(kind, torch.float32) for kind in KINDS]
+    + [("kda-bounded", torch.bfloat16), ("kda-raw", torch.float16)]
+    + [("gdn2-bounded", torch.float32), ("gdn2-raw", torch.bfloat16), ("gdn2", torch.float32)],
 )
 def test_against_the_recurrence(launched, kind, pool, v_first, batch_invariant):
     check(kind, mixed(kind, pool=pool, v_first=v_first) | {"batch_invariant": batch_invariant}, "hopper")
@@ -84,14 +86,14 @@ def test_against_the_recurrence(launched, kind, pool, v_first, batch_invariant):
 
 
 @runs
-@pytest.mark.parametrize("H", [1, 3])
-def test_gates_in_float32(launched, H):
+@pytest.mark.parametrize(("kind", "H"), [("kda", 1), ("kda", 3), ("gdn2", 1)])
+def test_gates_in_float32(launched, kind, H):
     """Several states per program; key heads that value heads share or do not; sequences that go on in their own slots,
     so that it shows if two kernels scan one of them."""
-    x = mixed("kda", (40, 2, 33), H=H, HV=3)
+    x = mixed(kind, (40, 2, 33), H=H, HV=3)
     x["write_indices"] = x["read_indices"]
     x["g"] = x["g"].float() * 1.001
-    check("kda", x, "hopper")
+    check(kind, x, "hopper")
     assert launched() in (None, [0], [2])
 
 
@@ -113,7 +115,7 @@ def at_offsets(x, *offsets):
 
 
 @runs
-@pytest.mark.parametrize(("kind", "batch_invariant"), [("kda-bounded", True), ("kda-raw", False)])
+@pytest.mark.parametrize(("kind", "batch_invariant"), [("kda-bounded", True), ("kda-raw", False), ("gdn2-raw", False)])
 def test_checkpoints_at_offsets(launched, kind, batch_invariant):
     """A stride's bits at multiples of 64, the final state's at the end; outputs are those without them."""
     x = mixed(kind) | {"batch_invariant": batch_invariant}
@@ -129,7 +131,7 @@ def test_checkpoints_at_offsets(launched, kind, batch_invariant):
 
 
 @runs
-@pytest.mark.parametrize("kind", ["kda-bounded", "kda-raw"])
+@pytest.mark.parametrize("kind", ["kda-bounded", "kda-raw", "gdn2-raw"])
 def test_a_sequence_alone_gives_its_bits(launched, kind):
     """And cut at 64, too, from a float32 checkpoint."""
     x = mixed(kind) | {"batch_invariant": True}
@@ -139,7 +141,8 @@ def test_a_sequence_alone_gives_its_bits(launched, kind):
         alone, alone_pool = run(kind, sequence(x, n), "hopper")
         assert torch.equal(alone, o[:, start:stop])
         assert torch.equal(alone_pool[7 + n], pool[7 + n])
-    rest = sequence(x, 0) | {name: x[name][:, 64:70] for name in TOKENS} | {"cu_seqlens": bounds([6], x)}
+    rest = {name: x[name][:, 64:70] for name in TOKENS if name in x}
+    rest = sequence(x, 0) | rest | {"cu_seqlens": bounds([6], x)}
     rest |= {"state_pool": pool, "read_indices": slots([16], x), "has_initial_state": None}
     o_rest, after = run(kind, rest | {"checkpoint_indices": None, "checkpoint_every": None}, "hopper")
     assert torch.equal(o_rest, o[:, 64:70])
@@ -229,16 +232,17 @@ def test_slots_with_gaps_and_indices_with_strides(launched):
 
 
 @runs
-def test_convolution_and_norm(launched):
+@pytest.mark.parametrize("kind", ["kda-bounded", "gdn2-bounded"])
+def test_convolution_and_norm(launched, kind):
     """From slices of a projection that no descriptor describes, and such gates. As accurate as `check` wants it."""
-    x = make_prompts("kda-bounded", (70, 1, 66, 0), behind=3, slots=20, **TINY)
+    x = make_prompts(kind, (70, 1, 66, 0), behind=3, slots=20, **TINY)
     x["q"], x["k"] = torch.cat([x["q"], x["k"], x["q"][..., :1]], 3)[..., :256].split(128, 3)
     x["g"] = torch.cat([x["g"], x["g"][..., :1]], 3)[..., :128]
     x["null_slot"] = 1
-    got, want = [y.cpu() for y in run_prompts("kda-bounded", x, "hopper")], prompts_truth("kda-bounded", x)
+    got, want = [y.cpu() for y in run_prompts(kind, x, "hopper")], prompts_truth(kind, x)
     assert launched() in (None, [0], [2])
     with products_in(torch.bfloat16):
-        reference = run_prompts("kda-bounded", on_cpu(x), "torch")
+        reference = run_prompts(kind, on_cpu(x), "torch")
     before = x["state_pool"].cpu()
     written = (want[1] != before.double()).flatten(1).any(1)
     assert relative_error(got[0], want[0]) <= allowed(relative_error(reference[0], want[0]), torch.bfloat16)

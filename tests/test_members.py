@@ -72,7 +72,7 @@ def test_a_strength_per_channel_runs_in_torch_with_a_decay_per_channel(gate, era
 
 @pytest.mark.parametrize("name", ["triton", "hopper"])
 def test_which_kernels_take_a_strength_per_channel(name, monkeypatch):
-    """Also on a pool. Without the strength both take this call."""
+    """Also on a pool, as without the strength."""
     pytest.importorskip("triton", reason="Triton is not installed")
     backend, chip = load_backend(name), SimpleNamespace(target="sm_90")
     monkeypatch.setattr(backend, "chip_of", lambda device: chip)
@@ -80,11 +80,11 @@ def test_which_kernels_take_a_strength_per_channel(name, monkeypatch):
     p = p._replace(device=torch.device("cuda", 0), dtype=torch.bfloat16, K=128, V=128)
     for call in (p, p._replace(pools=Pools())):
         assert backend.unsupported(call) is None
-        refused = backend.unsupported(call._replace(channel_strength=True))
-        assert refused == (None if name == "triton" else "it has no kernels for a strength per channel (b, w)")
-    if name == "triton":
-        scalar = p._replace(gate=p.gate._replace(kind="scalar"), channel_strength=True)
-        assert "comes with a decay per channel" in backend.unsupported(scalar)
+        assert backend.unsupported(call._replace(channel_strength=True)) is None
+        wide = backend.unsupported(call._replace(channel_strength=True, strength_dtype=torch.float32))
+        assert name == "triton" or "have to be torch.bfloat16, one of them is torch.float32" in wide
+    scalar = p._replace(gate=p.gate._replace(kind="scalar"), channel_strength=True)
+    assert "comes with a decay per channel" in backend.unsupported(scalar)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")

@@ -49,7 +49,6 @@ def chunk_gdn2(
         o_t = \text{scale} \cdot S_t^\top q_t
 
     If b and w are one number beta, it is :func:`flash_delta.chunk_kda`. All other arguments mean the same as there.
-    No hand-written Hopper kernels run it.
 
     Args:
         q: queries ``[B, T, H, K]``, float16, bfloat16, float32 or float64.

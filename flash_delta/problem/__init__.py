@@ -36,7 +36,7 @@ from flash_delta.problem.marks import (
     marked,
 )
 from flash_delta.problem.parts import Form, Gate, Pools, gate_of
-from flash_delta.problem.rule import Around, Inputs, Outputs, Problem, Slots, sharing
+from flash_delta.problem.rule import Around, Inputs, Outputs, Problem, Slots, sharing, strength_dtype
 
 __all__ = [
     "ENVIRONMENT",
@@ -70,6 +70,7 @@ __all__ = [
     "marked",
     "needs_gradient",
     "sharing",
+    "strength_dtype",
 ]
 
 

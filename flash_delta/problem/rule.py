@@ -35,6 +35,7 @@ class Problem(NamedTuple):
     recurrent: Schema[bool] = False  # the forward runs token by token
     erase_keys: bool = False  # tokens erase with Inputs.p and write with k
     channel_strength: Schema[Compiled[bool]] = False  # tokens erase with b . k and write w . v; there is no beta
+    strength_dtype: torch.dtype | None = None  # of b and w; of the one that differs from q if there is one
     # Lengths of the N sequences; None: only the device knows. While torch.compile traces, the tensor cu_seqlens_cpu.
     lengths: tuple[int, ...] | None = None
     packed: Compiled[bool] = False  # B = 1 and the row holds N sequences
@@ -94,6 +95,11 @@ class Inputs(NamedTuple):
     cu_seqlens: Tensor | None = None  # [N + 1], on the device of q
     b: Tensor | None = None  # [B, T, HV, K]: erase gate, or its logit; with Problem.channel_strength
     w: Tensor | None = None  # [B, T, HV, V]: write gate, or its logit; with Problem.channel_strength
+
+
+def strength_dtype(x: Inputs) -> torch.dtype | None:
+    """`Problem.strength_dtype` of a call with these tensors."""
+    return None if x.b is None or x.w is None else x.w.dtype if x.b.dtype == x.q.dtype else x.b.dtype
 
 
 class Slots(NamedTuple):

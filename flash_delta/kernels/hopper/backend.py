@@ -53,8 +53,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"it needs a Hopper GPU (sm_90), the tensors are on {problem.device}"
     if problem.recurrent:
         return "it runs sequences chunk by chunk"
-    if problem.channel_strength:
-        return "it has no kernels for a strength per channel (b, w)"
+    if problem.channel_strength and problem.gate.kind != "channel":
+        return triton.GATED
     if problem.erase != "decayed" or problem.erase_keys:
         return "it runs the delta rule whose keys erase what they write, from the decayed state"
     if problem.keep_states:
@@ -169,7 +169,7 @@ def backward(
         plan = scalar.backward.plan
         after = outer, plan.Kept(*saved)
         made = run(plan.plan_backward, p, x, after=after, choose=plan.choose_backward, known=known)
-    d = gradients_of(x, (*made, None))
+    d = gradients_of(x, made)
     return d if d.initial_state is None else d._replace(initial_state=d.initial_state.to(x.initial_state.dtype))
 
 

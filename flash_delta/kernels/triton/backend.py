@@ -31,6 +31,7 @@ from flash_delta.kernels.triton.tiles import plan_back, plan_segments, widest_ke
 from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slots
 
 NARROWEST, WIDEST_KEY, WIDEST_VALUE = 8, 256, 512
+GATED = "a strength per channel (b, w) comes with a decay per channel"
 DECODED = "the delta rule with a decay, whose keys erase what they write"
 
 
@@ -43,7 +44,7 @@ def unsupported(problem: Problem) -> str | None:
         pool = "" if pools is None else f", the pool is {pools.write_dtype or pools.dtype}"
         return f"it computes in float32, the tensors are {problem.dtype}{pool}"
     if problem.channel_strength and problem.gate.kind != "channel":
-        return "a strength per channel (b, w) comes with a decay per channel"
+        return GATED
     if problem.gate.kind == "channel" and not problem.decodable:
         return "with a decay per channel keys erase what they write, from the decayed state"
     if pools is not None and not problem.decodable:  # prefill decodes its short sequences

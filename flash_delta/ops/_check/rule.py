@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_delta.ops._check.options import Options, as_bool, refuse
 from flash_delta.ops._transforms import is_traced, refuse_transforms
-from flash_delta.problem import Form, Inputs, Problem, gate_of, needs_gradient
+from flash_delta.problem import Form, Inputs, Problem, gate_of, needs_gradient, strength_dtype
 
 # The options that become fields of a Problem without a change.
 SAME = sorted({*Options._fields} & {*Problem._fields} - {"gate", "scale", "pools"})
@@ -62,7 +62,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=x.q.dtype, device=x.q.device, packed=x.cu_seqlens is not None,
         scale=K**-0.5 if scale is None else scale, gate=gate_of(gate, x.g, x.A_log, x.dt_bias),
         beta_range=2.0 if options.raw_beta and options.neg_eigval else 1.0, most_beta=_most_beta(strength, options),
-        erase_keys=x.p is not None, lengths=lengths, needs_grad=needs_gradient(x),
+        erase_keys=x.p is not None, strength_dtype=strength_dtype(x), lengths=lengths, needs_grad=needs_gradient(x),
         **{name: getattr(options, name) for name in SAME},
     )  # fmt: skip
 

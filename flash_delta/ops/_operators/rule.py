@@ -24,7 +24,7 @@ from flash_delta.ops._check.rule import read_lengths
 from flash_delta.ops._execute import backward, forward
 from flash_delta.ops._known_calls import look_at
 from flash_delta.ops._operators.define import BackwardArguments, GateFields, define, named, take
-from flash_delta.problem import Inputs, KnownCall, Problem, Schema, gate_of, marked
+from flash_delta.problem import Inputs, KnownCall, Problem, Schema, gate_of, marked, strength_dtype
 
 Fields = named("Fields", marked(Problem, Schema), gate=GateFields)
 
@@ -87,7 +87,7 @@ def _describe(
     (B, T, H, K), (HV, V), packed = x.q.shape, x.v.shape[2:], x.cu_seqlens is not None
     problem = Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=x.cu_seqlens.shape[0] - 1 if packed else B, dtype=x.q.dtype,
-        device=x.q.device, erase_keys=x.p is not None, lengths=lengths, packed=packed,
+        device=x.q.device, erase_keys=x.p is not None, strength_dtype=strength_dtype(x), lengths=lengths, packed=packed,
         **fields._asdict() | {"gate": gate_of(fields.gate, x.g, x.A_log, x.dt_bias)},
     )  # fmt: skip
     return problem, load_backend(choose_backend(problem, wish))

@@ -21,10 +21,10 @@ from workshop.gate.cases.rule import Planned, RuleCase, problem_of
 
 def serving(
     pool: torch.dtype = torch.float32, *, v_first: bool, raw: bool = True, bound: float | None = None,
-    wide: bool = False, kept: str | None = None,
+    wide: bool = False, kept: str | None = None, strength: bool = False,
 ) -> tuple[Problem, Inputs, Slots]:  # fmt: skip
     """A prefill. ``wide``: g is float32. ``kept``: there are checkpoints at a "stride" or at an "offset"."""
-    p, x = problem_of(RuleCase(gate="channel", raw=raw, bound=bound))
+    p, x = problem_of(RuleCase(gate="channel", raw=raw, bound=bound, strength=strength))
     x = x._replace(initial_state=None, g=x.g.float() if wide else x.g)
     index = torch.empty(p.N, dtype=torch.int32, device="meta")
     tables = {None: (None, None), "stride": (index[:, None], None), "offset": (index, index)}[kept]
@@ -45,6 +45,9 @@ PROMPTS = {
     "channel-pool-free-offsets": partial(serving, v_first=False, kept="offset"),
     "channel-pool-logs-float32": partial(serving, torch.bfloat16, v_first=True, raw=False, wide=True, kept="stride"),
     "channel-pool-promised-float32": partial(serving, v_first=False, raw=False, bound=-5.0, wide=True),
+    "gdn2-pool": partial(serving, v_first=False, bound=-5.0, strength=True),
+    "gdn2-pool-free": partial(serving, torch.bfloat16, v_first=True, kept="stride", strength=True),
+    "gdn2-pool-logs-float32": partial(serving, v_first=True, raw=False, wide=True, kept="offset", strength=True),
 }
 FORMS = {"whole": CHANNEL_WHOLE, "half": CHANNEL_HALF, "scan": None}
 

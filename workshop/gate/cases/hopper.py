@@ -61,10 +61,11 @@ def alike() -> tuple[Problem, Inputs]:
 
 
 def channels(
-    *, packed: bool, raw: bool = True, bound: float | None = None, g_dtype: torch.dtype = torch.bfloat16
-) -> tuple[Problem, Inputs]:
+    *, packed: bool, raw: bool = True, bound: float | None = None, g_dtype: torch.dtype = torch.bfloat16,
+    strength: bool = False,
+) -> tuple[Problem, Inputs]:  # fmt: skip
     """A call with a decay per channel. Without ``packed`` it has no norms, no logits of beta and no initial states."""
-    p, x = problem_of(RuleCase(gate="channel", raw=raw, bound=bound))
+    p, x = problem_of(RuleCase(gate="channel", raw=raw, bound=bound, strength=strength))
     p, x = p._replace(gate=p.gate._replace(dtype=g_dtype)), x._replace(g=x.g.to(g_dtype))
     if packed:
         return p, x
@@ -73,10 +74,11 @@ def channels(
 
 
 def channel_gradients(
-    *, raw: bool, bound: float | None = None, g_dtype: torch.dtype = torch.float32, l2norm: bool = True
-) -> tuple[Problem, Inputs]:
+    *, raw: bool, bound: float | None = None, g_dtype: torch.dtype = torch.float32, l2norm: bool = True,
+    strength: bool = False,
+) -> tuple[Problem, Inputs]:  # fmt: skip
     """A backward pass with as many key heads as value heads. Norms and a float32 g take the most shared memory."""
-    p, x = problem_of(RuleCase(gate="channel", raw=raw, bound=bound))
+    p, x = problem_of(RuleCase(gate="channel", raw=raw, bound=bound, strength=strength))
     x = x._replace(q=x.v, k=x.v, g=x.g.to(g_dtype))
     return p._replace(H=p.HV, needs_grad=True, gate=p.gate._replace(dtype=g_dtype), l2norm=l2norm), x
 
@@ -108,6 +110,10 @@ CHANNELS = {
     "channel-logs": partial(channels, packed=True, raw=False),
     "channel-logs-float32": partial(channels, packed=False, raw=False, g_dtype=torch.float32),
     "channel-promised-float32": partial(channels, packed=False, raw=False, bound=-5.0, g_dtype=torch.float32),
+    "gdn2": partial(channels, packed=True, bound=-5.0, strength=True),
+    "gdn2-rows": partial(channels, packed=False, bound=-5.0, strength=True),
+    "gdn2-free": partial(channels, packed=True, strength=True),
+    "gdn2-logs-float32": partial(channels, packed=True, raw=False, g_dtype=torch.float32, strength=True),
 }
 # For the backward pass: whether `prepare` writes A, and whether it writes L.
 CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
@@ -118,6 +124,9 @@ GRADIENTS = {
     "channel-back-raw-float32": partial(channel_gradients, raw=True),
     "channel-back-bounded": partial(channel_gradients, raw=True, bound=-5.0, g_dtype=torch.bfloat16),
     "channel-back-promised": partial(channel_gradients, raw=False, bound=-5.0, l2norm=False),
+    "gdn2-back": partial(channel_gradients, raw=False, g_dtype=torch.bfloat16, strength=True),
+    "gdn2-back-raw": partial(channel_gradients, raw=True, g_dtype=torch.bfloat16, strength=True),
+    "gdn2-back-bounded": partial(channel_gradients, raw=True, bound=-5.0, g_dtype=torch.bfloat16, strength=True),
 }
 TAPES = "packed", "batched"
 RATES = CASES | {"packed-alike": alike}
@@ -186,7 +195,7 @@ def call_prepare(case: str, form: str) -> None:
     kernels, (finds, keeps) = Planned(*CHANNELS[case]()), CHANNELS_BACK[form]
     w, s, channels_ = make_groups(kernels.made, kernels.p, Prepared, Solved, Channels)
     o = kernels.results().o if form == "training" else None
-    run_prepare(kernels.c, w._replace(A=s.A if finds else None), o, channels_.L if keeps else None, s)
+    run_prepare(kernels.c, w._replace(A=s.A if finds else None), o, channels_.L if keeps else None, s, valued=True)
     kernels.launch()
 
 
@@ -225,9 +234,10 @@ def launches(target: str) -> Iterator[Launch]:
     yield Launch("training-logs-back", call_gates_back)
     yield from padding.launches()
     for case in CHANNELS:
-        forms = [form for form in CHANNEL_FORMS if (case, form) != ("channel-free", "-parts")]  # it has no parts
+        parts = case != "channel-free" and not case.startswith("gdn2")  # they have none
+        forms = [form for form in CHANNEL_FORMS if form != "-parts" or parts]
         yield from (Launch(case + form, partial(call_channels, case, form)) for form in forms)
-    for case in ("channel", "channel-logs-float32"):
+    for case in ("channel", "channel-logs-float32", "gdn2", "gdn2-logs-float32"):
         for form in CHANNELS_BACK:
             yield Launch(f"{case}-{form}", partial(call_prepare, case, form))
     for case in GRADIENTS:

@@ -7,6 +7,7 @@ holds all of
 
     rows     k 2^u, then q 2^u          columns  k 2^{-u}
 
+With a strength per channel rows have b . k in place of k, and the strength of a token is 1.
 States are multiplied by 2^n before (loop.py), and need nothing else. n depends on later tokens. But n is whole, and so
 changes numbers only by a power of two. Therefore no token changes a bit of the results of earlier tokens. float32
 cannot hold 2^G, so the role computes 2^{G + 114} first.
@@ -23,8 +24,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flash_delta.kernels.device.gates import BITS, gate_constants, log_decays
-from flash_delta.kernels.hopper.channel.gates import FADED_DECAY, add, rest_living
+from flash_delta.kernels.device.gates import gate_constants, log_decays
+from flash_delta.kernels.hopper.channel.gates import FADED_DECAY, add, rest_living, strength_of, strengths_of
 from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.channel.roles import Tiles
 from flash_delta.kernels.hopper.channel.scores import OWN, K, put, squared_lengths_of_two, take
@@ -79,8 +80,8 @@ def store_vectors(
     on b is 0. In a piece their norms of q are 0, too."""
     scale = gate.scale
     both = gl.arange(0, 2 * STEP, layout=THREADS)
-    if RAW_BETA:
-        b = gate.beta_top / (1.0 + gl.exp2(b * -BITS))
+    if tiles.b is None:
+        b = strength_of(b, gate.beta_top, RAW_BETA)
     strengths.store(gl.where(is_in(both % STEP, first, end), b, 0.0).reshape([1, 2 * STEP]))
     if NORM:
         lengths = gl.rsqrt(squared_lengths_of_two(tiles.k, tiles.q) + 1e-6)
@@ -138,7 +139,7 @@ def before(total, rest):
 
 
 @gluon.jit
-def store_tiles(tiles, s, totals, rows, columns):
+def store_tiles(tiles, s, totals, rows, columns, beta_top, RAW_BETA: gl.constexpr):
     """Stores rows and columns. There is one store for all rows, because a second one would wait for the first."""
     first = gl.arange(0, 2, layout=gl.SliceLayout(1, SUMS))[:, None] == 0
     total, rest = both_totals(totals, SUMS)
@@ -146,6 +147,8 @@ def store_tiles(tiles, s, totals, rows, columns):
     s += (gl.where(first, 0.0, total) + UP * 1.0).expand_dims(1)
     e, kk = gl.exp2(s) * power(n * -1).expand_dims(1), take(tiles.k, 0)
     put(columns, 0, kk * (gl.exp2(s * -1.0) * power(n).expand_dims(1)))
+    if tiles.b is not None:
+        kk *= strengths_of(take(tiles.b, 0), beta_top, RAW_BETA)
     k, q = (kk * e).to(rows.dtype), (take(tiles.q, 0) * e).to(rows.dtype)
     rows.store(gl.join(k, q).permute([3, 0, 1, 2]).reshape([2 * STEP, K]))
 
@@ -184,7 +187,7 @@ def store_piece(tiles, made, x, s, first, totals, left, b, gate, NORM: gl.conste
     norms, strengths = made.norms.index(x), made.strengths.index(x)
     store_vectors(tiles, norms, strengths, b, first, gl.minimum(left, end), gate, NORM, RAW_BETA, True)
     barrier()  # all warps of the gate group: sums of blocks are there
-    store_tiles(tiles, s, totals, made.rows.index(x), made.columns.index(x))
+    store_tiles(tiles, s, totals, made.rows.index(x), made.columns.index(x), gate.beta_top, RAW_BETA)
     store_decays(totals, made.lead.index(x), made.trail.index(x))
     store_flag(made.flags.index(x), end == STEP)
     return end
@@ -223,7 +226,8 @@ def gate_role(
             if BOUNDED:
                 y = t  # a number less to keep
             s, x = y % NR, t % NX
-            tiles, left = Tiles(given.q.index(s), given.k.index(s), given.g.index(s)), length - token
+            erasing = None if given.b is None else given.b.index(s)
+            tiles, left = Tiles(given.q.index(s), given.k.index(s), given.g.index(s), erasing), length - token
             mbarrier.wait(bars.g_full.index(s), (y // NR) & 1)  # signalled by the copy engine: g is there
             if RAW_GATE:  # noqa: SIM102 (a constant). Given log decays are zeros there
                 if left < STEP:
@@ -232,10 +236,11 @@ def gate_role(
             mbarrier.wait(bars.full.index(s), (y // NR) & 1)  # signalled by the copy engine: q and k are there
             wait_free(bars.done, t, NX, NX)  # signalled by the state group, which has read this slot
             norms, strengths = made.norms.index(x), made.strengths.index(x)
+            rows, columns = made.rows.index(x), made.columns.index(x)
             store_vectors(tiles, norms, strengths, b, 0, left, gate, NORM, RAW_BETA, False)
             barrier()  # all warps of the gate group: sums of blocks are there
             if BOUNDED:
-                store_tiles(tiles, sums, totals, made.rows.index(x), made.columns.index(x))
+                store_tiles(tiles, sums, totals, rows, columns, gate.beta_top, RAW_BETA)
                 store_decays(totals, made.lead.index(x), made.trail.index(x))
             elif falls_too_far(totals):
                 first, end = left * 0, left * 0
@@ -251,7 +256,7 @@ def gate_role(
                         sums = sum_blocks(tiles.g, totals, constants, end, RAW_GATE, False, True)
                         barrier()  # all warps of the gate group: sums of blocks are there
             else:
-                store_tiles(tiles, sums, totals, made.rows.index(x), made.columns.index(x))
+                store_tiles(tiles, sums, totals, rows, columns, gate.beta_top, RAW_BETA)
                 store_decays(totals, made.lead.index(x), made.trail.index(x))
                 store_flag(made.flags.index(x), True)
             b = load_strengths(gate, n, hv, start, token + STEP, length)

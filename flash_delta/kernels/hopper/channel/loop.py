@@ -1,16 +1,16 @@
 """The forward pass with a decay per channel in one kernel. A program scans one state after the other, 32 tokens at a
 time, with a role per warp group.
 
-    load     loads q, k and g into a ring of NR slots, and v into one of NV: one warp each
+    load     loads q, k and g (and b) into a ring of NR slots, and v (and w) into one of NV: one warp each
     gate     makes rows and columns of them, into a ring of NX slots (gate_role.py)
     factor   makes A and P of rows and columns, into the same slots (factor_role.py)
     state    E = (2^n S0) k~    R = b (v - r_k E)    U = A R + R    S1 = d . (2^n S0 + k^^T (r_k U))
              O = scale r_q ((2^n S0) q~) + P U
 
-k~ and q~ are the rows, and k^ are the columns. A is float16 (units.py) and lacks its diagonal (prepare.py). d is
-``trail``, the decay from the point where decays are taken apart to the end of the 32 tokens. If 32 tokens fall too far,
-they come in several pieces (gate_role.py). The outputs of a piece are 0 for tokens of other pieces, so the outputs of
-all pieces are added up.
+k~ and q~ are the rows, and k^ are the columns. With a strength per channel k~ has b . k, and R is w . v - r_k E. A is
+float16 (units.py) and lacks its diagonal (prepare.py). d is ``trail``, the decay from the point where decays are taken
+apart to the end of the 32 tokens. If 32 tokens fall too far, they come in several pieces (gate_role.py). The outputs of
+a piece are 0 for tokens of other pieces, so the outputs of all pieces are added up.
 
 One state group holds the state, transposed, S^T [V, K], in float32 accumulators. If a program has a whole state, these
 are two halves [64, K], and the group scans one half after the other. The rules for ptxas
@@ -19,16 +19,15 @@ in scalar/forward/loop.py hold here, too.
 Barriers, and who completes them:
 
     gfull    the copy engine: g is there
-    full     the copy engine: q and k are there
-    vfull    the copy engine: v is there
-    left     the gate group: it has read q, k and g
+    full     the copy engine: q, k and b are there
+    vfull    the copy engine: v and w are there
+    left     the gate group: it has read q, k, g and b
     tiled    the gate group: rows, columns, norms, b and decays are there
     ready    the factor group: A and P are there, too
     done     the state group: it has read all that is in a slot of the ring of NX
-    vdone    the state group: it has read v for the last piece of 32 tokens. Without pieces this is ``done``
+    vdone    the state group: it has read v and w for the last piece of 32 tokens. Without pieces this is ``done``
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -42,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flash_delta.kernels.hopper.channel.factor_role import factor_role
 from flash_delta.kernels.hopper.channel.forget import all_forget
 from flash_delta.kernels.hopper.channel.gate_role import gate_role, is_last
+from flash_delta.kernels.hopper.channel.gates import strengths_of
 from flash_delta.kernels.hopper.channel.load_roles import clear_role, load_keys, load_values
 from flash_delta.kernels.hopper.channel.parts import STEP, find_part
 from flash_delta.kernels.hopper.channel.prepare import LINE
@@ -73,12 +73,12 @@ from flash_delta.kernels.hopper.device.layouts import (
     C,
 )
 from flash_delta.kernels.hopper.device.rings import barriers, end_barriers
-from flash_delta.kernels.hopper.device.state_copies import apart, ask_for_state, store_state, take_state
+from flash_delta.kernels.hopper.device.state_copies import apart, ask_for_state, load_state, store_state, take_state
 from flash_delta.kernels.hopper.device.units import units
 from flash_delta.kernels.hopper.device.work_items import Work, ends, enter, find_pieces
 from flash_delta.kernels.hopper.plans.boxes import handed_by, ragged, states, strides
 from flash_delta.kernels.hopper.plans.tape import Tape, run_lay_tape
-from flash_delta.kernels.hopper.plans.tiles import BY_HAND, CHANNEL_LOOP, ChannelTile
+from flash_delta.kernels.hopper.plans.tiles import BY_HAND, ChannelTile, channel_rings
 from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, tokens
 from flash_delta.kernels.runtime.plan import Draft, Layout
 
@@ -104,12 +104,15 @@ def add_up(whole, piece):
 def load_halves(desc, slot, row, v, buffers, S, S2, HALVES: gl.constexpr, V_FIRST: gl.constexpr):
     """The state that `load_state` loads, its value columns from v on; with two HALVES also the second half."""
     NO: gl.constexpr = buffers.so.shape[0]
-    ask_for_state(desc, slot, row, v, buffers.so, buffers.sbar, K, V_FIRST, NO)
-    if HALVES == 2:
-        ask_for_state(desc, slot, row, 64, buffers.so2, buffers.sbar2, K, V_FIRST, NO)
-    S = take_state(desc, slot, row, v, buffers.so, buffers.sbar, K, V_FIRST, NO, WIDE_ROWS)
-    if HALVES == 2:
-        S2 = take_state(desc, slot, row, 64, buffers.so2, buffers.sbar2, K, V_FIRST, NO, WIDE_ROWS)
+    so, sbar, so2, sbar2 = buffers
+    ask_for_state(desc, slot, row, v, so, sbar, K, V_FIRST, NO)
+    if so2 is not None:
+        ask_for_state(desc, slot, row, 64, so2, sbar2, K, V_FIRST, NO)
+    S = take_state(desc, slot, row, v, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
+    if so2 is not None:
+        S2 = take_state(desc, slot, row, 64, so2, sbar2, K, V_FIRST, NO, WIDE_ROWS)
+    elif HALVES == 2:
+        S2 = load_state(desc, slot, row, 64, so, sbar, K, V_FIRST, NO, WIDE_ROWS)
     return S, S2
 
 
@@ -124,10 +127,11 @@ def store_halves(desc, slot, row, v, so, S, S2, HALVES: gl.constexpr, V_FIRST: g
 
 @gluon.jit
 def state_role(
-    buffers, descs, sv, made, bars, checkpoints, work, block, HV, INITIAL: gl.constexpr,
-    V_FIRST: gl.constexpr, BOUNDED: gl.constexpr,
+    buffers, descs, sv, sw, made, bars, checkpoints, work, block, HV, INITIAL: gl.constexpr,
+    V_FIRST: gl.constexpr, BOUNDED: gl.constexpr, RAW_BETA: gl.constexpr,
 ):  # fmt: skip
-    """Carries the state. ``sv``: the ring of v. ``made``: `StepFactors`. ``checkpoints``: `Checkpoints`."""
+    """Carries the state. ``sv``, ``sw``: the rings of v and w. ``made``: `StepFactors`. ``checkpoints``:
+    `Checkpoints`."""
     so = buffers.so
     operand: gl.constexpr = gl.DotOperandLayout(0, NARROW_ROWS, 2)
     wide_operand: gl.constexpr = gl.DotOperandLayout(0, WIDE_ROWS, 2)
@@ -197,6 +201,9 @@ def state_role(
                 EO = warpgroup_mma_wait(0, deps=[EO])
                 E, O = halves(EO)
                 R = sv.index(y).slice(64 * half, 64, 1).permute([1, 0]).load(NARROW_ROWS).to(gl.float32)
+                if sw is not None:
+                    z = sw.index(y).slice(64 * half, 64, 1).permute([1, 0]).load(NARROW_ROWS)
+                    R *= strengths_of(z, 1.0, RAW_BETA)
                 weight = of_k.load(NARROW_ROWS)
                 R = (R - E * weight) * b.load(NARROW_ROWS)
                 unit, inverse = units(R)
@@ -259,6 +266,10 @@ def run_roles(
     wide: gl.constexpr = descs.g.dtype == gl.float32
     sg = gl.allocate_shared_memory(descs.g.dtype, [NR, STEP, K], FLOATS if wide else TILE)
     sv = gl.allocate_shared_memory(ty, [NV, STEP, 64 * HALVES], TILE)
+    sb, sw = None, None
+    if descs.b is not None:
+        sb = gl.allocate_shared_memory(ty, [NR, STEP, K], TILE)
+        sw = gl.allocate_shared_memory(ty, [NV, STEP, 64 * HALVES], TILE)
     rows = gl.allocate_shared_memory(ty, [NX, 2 * STEP, K], TILE)
     columns = gl.allocate_shared_memory(ty, [NX, STEP, K], TILE)
     maps = gl.allocate_shared_memory(gl.float16, [NX, 2 * STEP, STEP], HALF)
@@ -274,7 +285,7 @@ def run_roles(
     vdone, flags, so2, sbar, sbar2 = done, None, None, None, None
     if INITIAL or tape is not None:
         sbar = barriers(NO, 1)
-        if HALVES == 2:
+        if HALVES == 2 and (descs.b is None or not wide):  # otherwise there is no memory left
             so2, sbar2 = gl.allocate_shared_memory(ty, [NO, C, C], TILE), barriers(NO, 1)
     if not BOUNDED:
         vdone, flags = barriers(NV, 1), gl.allocate_shared_memory(gl.int32, [NX, 1], FLAGS)
@@ -288,40 +299,44 @@ def run_roles(
         items = gl.where(all_forget(forgets, items - items // work.parts), items, 0)
     T, prompts, parts = work.T, work.prompts, work.parts
     work = Work(work.cu_seqlens, T, items, prompts, work.least, work.most, None, tape, program, parts)
-    given, made = Tiles(sq, sk, sg), StepFactors(rows, columns, maps, norms, strengths, lead, trail, flags)
+    given, made = Tiles(sq, sk, sg, sb), StepFactors(rows, columns, maps, norms, strengths, lead, trail, flags)
     bars = Barriers(gfull, full, left, vfull, vdone, tiled, ready, done)
     buffers = StateBuffers(so, sbar, so2, sbar2)
     # The first role gets the registers that the others do not ask for.
     gl.warp_specialize([
-        (state_role, (buffers, descs, sv, made, bars, checkpoints, work, block, HV, INITIAL, V_FIRST, BOUNDED)),
+        (state_role, (
+            buffers, descs, sv, sw, made, bars, checkpoints, work, block, HV, INITIAL, V_FIRST, BOUNDED, RAW_BETA,
+        )),
         (gate_role, (totals, given, made, bars, gate, work, HV, NORM, RAW_GATE, BOUNDED, RAW_BETA)),
         (factor_role, (sD, made, bars, work, HV, BOUNDED)),
         (load_keys, (descs, given, bars, places, work, HV)),
-        (load_values, (descs.v, sv, bars, places, block, work, NX if BOUNDED else NV, HV)),
+        (load_values, (descs, sv, sw, bars, places, block, work, NX if BOUNDED else NV, HV)),
         (clear_role, (o, work, HV)),
     ], [4, 4, 1, 1, 1], [GATES, FACTORS, 24, 24, 24])  # fmt: skip
     end_barriers((gfull, full, left, vfull, ready, done, tiled), sbar, sbar2, None if BOUNDED else vdone)
 
 
-NUMBERS = ["T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "beta_batch", "HV", "group"]
+NUMBERS = [
+    "T", "parts", "items", "q_batch", "k_batch", "v_batch", "g_batch", "b_batch", "w_batch", "beta_batch", "HV", "group"
+]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=PER_TOKEN)
 def channel_loop(
-    q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed, tape, cu_seqlens, o, beta, A_log, dt_bias, forgets,
-    T, parts, items, q_batch, k_batch, v_batch, g_batch, heads, scale, bound, beta_top, beta_batch, beta_token,
-    beta_head, HV, group, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NORM: gl.constexpr,
-    RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr, NV: gl.constexpr,
-    NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr, FACTORS: gl.constexpr,
-    PARTED: gl.constexpr, TAPED: gl.constexpr,
+    q_desc, k_desc, v_desc, g_desc, b_desc, w_desc, o_desc, initial, final, handed, tape, cu_seqlens, o, beta, A_log,
+    dt_bias, forgets, T, parts, items, q_batch, k_batch, v_batch, g_batch, b_batch, w_batch, heads, scale, bound,
+    beta_top, beta_batch, beta_token, beta_head, HV, group, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
+    NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, NR: gl.constexpr,
+    NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, HALVES: gl.constexpr, GATES: gl.constexpr,
+    FACTORS: gl.constexpr, PARTED: gl.constexpr, TAPED: gl.constexpr,
 ):  # fmt: skip
     """``items``: the number of states. Item i is value head i % HV of sequence i // HV. If PARTED, ``items`` counts the
     parts of all states, ``parts`` of each, and there is no work unless gates forget (forget.py)."""
-    descs = Described(q_desc, k_desc, v_desc, g_desc, o_desc, initial, final, handed)
+    descs = Described(q_desc, k_desc, v_desc, g_desc, b_desc, w_desc, o_desc, initial, final, handed)
     work = Work(cu_seqlens, T, items, parts=parts if PARTED else None)
     forgets = forgets if PARTED else None
     gate = GateParameters(A_log, dt_bias, bound, scale, beta, beta_batch, (beta_token, beta_head), beta_top)
-    places = Places(q_batch, k_batch, g_batch, v_batch, *heads, group)
+    places = Places(q_batch, k_batch, g_batch, v_batch, b_batch, w_batch, group, *heads)
     run_roles(
         descs, Checkpoints(), work, tape, forgets, o, gate, places, HV, INITIAL, V_FIRST, NORM, RAW_BETA, RAW_GATE,
         BOUNDED, NR, NV, NX, NO, HALVES, GATES, FACTORS,
@@ -337,15 +352,15 @@ def run_channel_loop(
     p, x, initial = c.p, c.x, c.x.initial_state
     if tape is not None:
         run_lay_tape(c, tape, follows=False)
-    widths, slots = (p.K, p.K, 64 * t.HALVES, p.K, 64), 2 if p.gate.dtype == torch.float32 else 3
-    q_batch, k_batch, g_batch, v_batch, heads = strides(x.q, x.k, x.g, x.v)
+    q_batch, k_batch, g_batch, v_batch, b_batch, w_batch, heads = strides(x.q, x.k, x.g, x.v, x.b, x.w)
+    widths = p.K, p.K, 64 * t.HALVES, p.K, p.K, 64 * t.HALVES, 64
     arguments = (
-        *(ragged(y, width, STEP.value) for y, width in zip((x.q, x.k, x.v, x.g, o), widths, strict=True)),
+        *(ragged(y, width, STEP.value) for y, width in zip((x.q, x.k, x.v, x.g, x.b, x.w, o), widths, strict=True)),
         states(p, final if initial is None else initial), states(p, final), *handed_by(tape),
         x.cu_seqlens, o, x.beta, x.A_log, x.dt_bias,
-        forgets, p.T, parts, p.N * p.HV * parts, q_batch, k_batch, v_batch, g_batch, heads,
+        forgets, p.T, parts, p.N * p.HV * parts, q_batch, k_batch, v_batch, g_batch, b_batch, w_batch, heads,
         p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), *tokens(x.beta),
     )  # fmt: skip
-    own = CHANNEL_LOOP | t._asdict() | {"PARTED": forgets is not None, "TAPED": tape is not None}
+    own = channel_rings(p) | t._asdict() | {"PARTED": forgets is not None, "TAPED": tape is not None}
     grid = min(p.N * p.HV * parts, c.chip.processors), 2 // t.HALVES, 1
-    launch_rule(c, channel_loop, arguments, grid, BY_HAND, INITIAL=initial is not None, NR=slots, **own)
+    launch_rule(c, channel_loop, arguments, grid, BY_HAND, INITIAL=initial is not None, **own)

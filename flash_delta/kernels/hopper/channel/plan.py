@@ -37,6 +37,8 @@ from flash_delta.kernels.triton.backward.results import OutputGradients, Saved
 from flash_delta.kernels.triton.tiles import Segments, plan_segments
 from flash_delta.problem import Inputs, Problem
 
+GATES = "g", "b", "w"  # besides q, k and v, what the copy engine loads
+
 
 class SequenceParts(NamedTuple):
     """How sequences are scanned in parts if gates forget."""
@@ -60,6 +62,8 @@ def unsupported(p: Problem) -> str | None:
         return f"with a decay per channel it runs heads of 128 in bfloat16; they are {p.K} and {p.V} in {p.dtype}"
     if p.gate.dtype not in (torch.bfloat16, torch.float32):
         return f"with a decay per channel g has to be torch.bfloat16 or torch.float32, it is {p.gate.dtype}"
+    if p.strength_dtype not in (None, p.dtype):
+        return f"gates b and w have to be {p.dtype}, one of them is {p.strength_dtype}"
     return None
 
 
@@ -90,7 +94,7 @@ def choose_forward(p: Problem, chip: Chip) -> Scan:
 def plan_forward(p: Problem, chip: Chip, x: Inputs, *, choice: Scan) -> Plan:
     """o, the final states, and what is saved for the backward pass. The call has tokens and sequences."""
     made, saved, kept = Making(), None, ()
-    c = draft_of(p, chip, as_taken(made, x, "g"), choice, made)
+    c = draft_of(p, chip, as_taken(made, x, *GATES), choice, made)
     o = made.new("o", (p.B, p.T, p.HV, p.V), p.dtype)
     final = made.new("final_state", p.state_shape, torch.float32)
     if saves(p):
@@ -118,7 +122,7 @@ def plan_backward(
     """The gradients of all inputs but the bounds, as of the `plan_backward` of ``triton``."""
     made, on_chunks = Making(), triton_backward.chunks
     chunks = on_chunks.CHUNKS._replace(prepare=_prepare_again)
-    taken = as_taken(made, x._replace(initial_state=None), "g")._replace(initial_state=x.initial_state)
+    taken = as_taken(made, x._replace(initial_state=None), *GATES)._replace(initial_state=x.initial_state)
     if backward.run.unsupported(p) is None:
         chunks = on_chunks.Chunks((DeepChunks,), _prepare_again, backward.run.find_gradients)
         after = after._replace(do=describe(made, after.do))
@@ -146,8 +150,7 @@ def _prepare_again(c: Draft, memory: dict[type, Any], saved: bool) -> Draft:
     """Launches `prepare` for the backward pass. If A has been ``saved``, it is not written."""
     channels, solved = memory[Channels], memory[Solved]
     out = _prepared(channels, solved)
-    run_prepare(c, out._replace(A=None) if saved else out, None, channels.L, solved)
-    return c
+    return run_prepare(c, out._replace(A=None) if saved else out, None, channels.L, solved, valued=True)
 
 
 def _prepared(channels: Channels, solved: Solved) -> Prepared:
@@ -179,9 +182,10 @@ def _scans(p: Problem) -> bool:
 
 def _may_part(p: Problem, chip: Chip) -> bool:
     """Whether sequences of some sizes are cut into parts. With raw gates without a bound `find_forgetting` takes more
-    time than a trained model could gain."""
+    time than a trained model could gain. With a strength per channel erases may stretch the state: two keys in turn by
+    2^44 in EARLY tokens (docs/mathematics.md, N4). So decays alone do not say that a state is forgotten."""
     free = p.gate.raw and p.gate.bound is None
-    return can_loop(p) and not free and may_scan_channels(p, chip)
+    return can_loop(p) and not free and not p.channel_strength and may_scan_channels(p, chip)
 
 
 def _prepare_and_scan(
@@ -192,16 +196,19 @@ def _prepare_and_scan(
     p = c.p
     if saved:
         solved, factors, channels, residual = saved
-        run_prepare(c, _prepared(channels, solved), o, channels.L, solved)
-        triton_forward.scan.run_scan(c, channels, solved, factors, o, final, residual)
+        scans = run_prepare(c, _prepared(channels, solved), o, channels.L, solved, valued=True)
+        triton_forward.scan.run_scan(scans, channels, solved, factors, o, final, residual)
         return
     (w,) = make_groups(c.made, p._replace(N=1, T=1) if c.every else p, Prepared)
-    run_prepare(c, w, o, None, None, *parting)
-    channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
-    given = c, channels, Solved(w.A, None, None), Factors(None, None, None), o, final
-    if split is None and not _scans(p):
+    by_hand, scans = split is None and not _scans(p), c
+    if by_hand:
+        run_prepare(c, w, o, None, None, *parting)
         run_scan_channels(c, w, o, final, *parting)
-    elif split is None:
+    if not by_hand or (c.every and p.channel_strength):  # kernels of `triton` scan w . v
+        scans = run_prepare(c, w, o, None, None, *parting, valued=True)
+    channels = Channels(w.Qg, w.Kg, w.Kd, w.P, None, w.gamma, w.rates)
+    given = scans, channels, Solved(w.A, None, None), Factors(None, None, None), o, final
+    if split is None and not by_hand:
         triton_forward.scan.run_scan(*given, None)
     if split is not None or c.every:
         segments = triton_forward.segments

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from flash_delta.kernels.hopper.channel.plan import GATES
 from flash_delta.kernels.hopper.channel.prepare import run_prepare
 from flash_delta.kernels.hopper.channel.prompts import run_channel_prompts
 from flash_delta.kernels.hopper.channel.scan import run_scan_prompts
 from flash_delta.kernels.hopper.device.work_items import Listed
-from flash_delta.kernels.hopper.plans.boxes import as_taken, describe
+from flash_delta.kernels.hopper.plans.boxes import as_taken, described
 from flash_delta.kernels.hopper.plans.prompt_list import new_prompt_list, run_list_prompts
 from flash_delta.kernels.hopper.plans.splits import channel_pool_launches
 from flash_delta.kernels.hopper.plans.tape import new_channel_tape
@@ -30,7 +31,7 @@ def remark(p: Problem) -> str:
 def plan_prefill(p: Problem, chip: Chip, x: Inputs, s: Slots, around: Around, *, choice: Any = None) -> Plan:
     """o, for calls with tokens and sequences. The pools are written in place."""
     made = Making()
-    taken = x._replace(g=describe(made, x.g)) if p.pools.taps else as_taken(made, x, "g")
+    taken = described(made, x, *GATES) if p.pools.taps else as_taken(made, x, *GATES)
     return plan_prompts(_scan, made, p, chip, taken, s, around, choice)
 
 

@@ -10,6 +10,9 @@ The norms r are in P and A, but not in Qg, Kg and Kd. They are in ``rates``, wit
 A is stored without its diagonal, which is 1, in float16. Scans round what they multiply by A to float16 (units.py), and
 add what the diagonal would give in float32, so most of the result is not rounded for the product.
 
+With a strength per channel Kg and the rows of L have b . k in place of k, and b is 1 elsewhere. If kernels of
+``triton`` scan, the kernel also writes w . v for them. `scan_channels` multiplies by w itself.
+
 For the backward pass the kernel writes L, with norms and without b. If A has been saved, the kernel does not compute A.
 
 Log decays are given, or made of raw gates (gates.py). With a bound of -5 or more 16 tokens fall by at most 80 nats, and
@@ -27,12 +30,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flash_delta.kernels.device.gates import BITS
 from flash_delta.kernels.hopper.channel.forget import all_forget
-from flash_delta.kernels.hopper.channel.gates import rest_living, sum_gates
-from flash_delta.kernels.hopper.channel.roles import HalfTiles, Source, Strengths, Tiles
+from flash_delta.kernels.hopper.channel.gates import (
+    SUMS,
+    WORDS,
+    load_erasing,
+    parameters,
+    rest_living,
+    strength_of,
+    strengths_of,
+    sum_gates,
+    write_values,
+)
+from flash_delta.kernels.hopper.channel.roles import Erasing, HalfTiles, Source, Strengths, Tiles
 from flash_delta.kernels.hopper.channel.scores import (
-    OWN,
     K,
     both,
     far_scores,
@@ -57,10 +68,9 @@ from flash_delta.kernels.hopper.plans.tiles import BY_HAND, PREPARES
 from flash_delta.kernels.runtime.arguments import PER_TOKEN, batch, launch_rule, tokens
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Prepared, Solved
+from flash_delta.kernels.triton.forward.values import values_of
 
-SUMS = gl.constexpr(gl.SliceLayout(1, OWN))  # [2, 128]: a number for each block of a half, and channel
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-ZEROS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # [64, 128]
 CHANNELS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))  # [1, 128]
 
 
@@ -70,10 +80,10 @@ def store_zeros(o, slot, cu_seqlens, N, T, HV, hv):
     end = load_bound(cu_seqlens, N, T)
     token = end + (slot - end // C - N) * C
     if token >= end:
-        i = token + gl.arange(0, C, layout=gl.SliceLayout(1, ZEROS))[:, None]
-        c = gl.arange(0, K, layout=gl.SliceLayout(0, ZEROS))[None, :]
+        i = token + gl.arange(0, C, layout=gl.SliceLayout(1, WORDS))[:, None]
+        c = gl.arange(0, K, layout=gl.SliceLayout(0, WORDS))[None, :]
         at = (i.to(gl.int64) * HV + hv) * K + c
-        gl.store(o + at, gl.zeros([C, K], o.dtype.element_ty, ZEROS), mask=(i < T) & (c < K))
+        gl.store(o + at, gl.zeros([C, K], o.dtype.element_ty, WORDS), mask=(i < T) & (c < K))
 
 
 @gluon.jit
@@ -116,25 +126,6 @@ def ask(chunk, source, HV):
 
 
 @gluon.jit
-def parameters(chunk, given, HV):
-    """A_log, the channels' biases, and beta as given of a chunk. They are loaded early, because loads take long."""
-    hv, i = chunk.item % HV, gl.arange(0, C, layout=THREADS)
-    c = gl.arange(0, K, layout=gl.SliceLayout(0, SUMS))
-    A, bias = (hv * 0).to(gl.float32), gl.full([K], 0.0, gl.float32, gl.SliceLayout(0, SUMS))
-    b = gl.full([C], 1.0, gl.float32, THREADS)
-    if given.A_log is not None:
-        A = gl.load(given.A_log + hv).to(gl.float32)
-    if given.dt_bias is not None:
-        bias = gl.load(given.dt_bias + hv * K + c).to(gl.float32)
-    if given.beta is not None:
-        of_token, of_head = given.beta_strides
-        token = (chunk.start + chunk.first + i).to(gl.int64)
-        at = chunk.row.to(gl.int64) * given.beta_batch + token * of_token + hv * of_head
-        b = gl.load(given.beta + at, mask=chunk.first + i < chunk.size, other=0.0).to(gl.float32)
-    return A, bias, b
-
-
-@gluon.jit
 def vectors(
     sq, sk, weights, strengths, norms, rates, saved_b, saved_norms, item, b, left, HV, group, scale, beta_top,
     NORM: gl.constexpr, RAW_BETA: gl.constexpr,
@@ -142,8 +133,7 @@ def vectors(
     """Writes ``rates``, which are norms, with the scale, and b; what is saved of them; and for `weighted` the weights
     of rows and columns. The weights of L's rows contain -b, unless -b is stored in ``strengths``."""
     head, i = item.to(gl.int64), gl.arange(0, C, layout=THREADS)
-    if RAW_BETA:
-        b = beta_top / (1.0 + gl.exp2(b * -BITS))
+    b = strength_of(b, beta_top, RAW_BETA)
     b = gl.where(i < left, b, 0.0)
     of_q, of_k = gl.full([C], scale, gl.float32, THREADS), gl.full([C], 1.0, gl.float32, THREADS)
     if NORM:
@@ -170,8 +160,9 @@ def vectors(
 
 
 @gluon.jit
-def store_half(tiles, s, middle, totals, h: gl.constexpr, BOUNDED: gl.constexpr):
-    """Stores half h of Qg, Kg and Kd in place of q, k and g, and the rows and columns for its scores."""
+def store_half(tiles, s, erase, middle, totals, h: gl.constexpr, BOUNDED: gl.constexpr):
+    """Stores half h of Qg, Kg and Kd in place of q, k and g, and the rows and columns for its scores. ``erase``: the
+    half's erase gate, if keys erase with b . k."""
     rows, columns, far = tiles.rows, tiles.columns, tiles.far
     t0, t1 = totals.slice(0, 1, 0).load(SUMS), totals.slice(1, 1, 0).load(SUMS)
     t2, t3 = totals.slice(2, 1, 0).load(SUMS), totals.slice(3, 1, 0).load(SUMS)
@@ -197,6 +188,8 @@ def store_half(tiles, s, middle, totals, h: gl.constexpr, BOUNDED: gl.constexpr)
         put(far, 1, near * gl.exp2(since + t2).expand_dims(1))
     put(tiles.g, h, near * gl.exp2(since + later + middle).expand_dims(1))
     kk = kk * e
+    if erase is not None:
+        kk = kk * erase
     put(rows, 1, kk)
     put(tiles.k, h, kk * e_start)
     qq = take(tiles.q, h) * e
@@ -242,16 +235,18 @@ def store_inverse(rows, columns, strengths, a_desc, at):
 
 
 NUMBERS = [
-    "N", "T", "items", "parted", "least", "most", "q_batch", "k_batch", "g_batch", "beta_batch", "HV", "group"
+    "N", "T", "items", "parted", "least", "most", "q_batch", "k_batch", "g_batch", "b_batch", "v_batch", "w_batch",
+    "beta_batch", "HV", "group",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=PER_TOKEN)
 def prepare(
     q_desc, k_desc, g_desc, qg_desc, kg_desc, kd_desc, p_desc, l_desc, a_desc, gamma, rates, saved_b, saved_norms, beta,
-    A_log, dt_bias, cu_seqlens, o, forgets, prompts, N, T, items, parted, least, most, q_batch, k_batch, g_batch, heads,
-    scale, bound, beta_top, beta_batch, beta_token, beta_head, HV, group, NORM: gl.constexpr,
-    RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr,
+    A_log, dt_bias, cu_seqlens, o, forgets, prompts, b_gate, v, w, W, N, T, items, parted, least, most, q_batch,
+    k_batch, g_batch, b_batch, v_batch, w_batch, heads, b_strides, v_strides, w_strides, scale, bound, beta_top,
+    beta_batch, beta_token, beta_head, HV, group, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
+    BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times value heads. If o is given, it gets zeros after the last packed sequence. ``parted``: how
     many parts, without first ones, `channel_loop` scans instead if gates forget (forget.py). On a pool ``prompts``
@@ -282,6 +277,8 @@ def prepare(
         N, items = count_listed(items, Work(cu_seqlens, T, 0, prompts, least, most), HV)
     descs, batches = Tiles(q_desc, k_desc, g_desc), Tiles(q_batch, k_batch, g_batch)
     source = Source(descs, Tiles(sq1, sk1, gates1), full, batches, Tiles(*heads), group)
+    erasing = None if b_gate is None else Erasing(b_gate, b_batch, b_strides)
+    RAW_LINE: gl.constexpr = RAW_BETA and b_gate is None
     given = Strengths(A_log, dt_bias, beta, beta_batch, (beta_token, beta_head))
     chunk = next_chunk(gl.program_id(0), items, o, cu_seqlens, N, T, HV, prompts)
     if chunk.item < items:
@@ -296,6 +293,9 @@ def prepare(
         rows, columns = rows1.index(z), columns1.index(z)
         tiles = HalfTiles(sq, sk, sg, rows, columns, far)
         item, left = chunk.item, gl.minimum(chunk.size - chunk.first, C)
+        erase = None if erasing is None else load_erasing(chunk, erasing, 0, HV)
+        if W is not None:
+            write_values(chunk, (v, w, W, v_batch, w_batch, v_strides, w_strides), HV, T, RAW_BETA)
         mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: g is there
         if RAW_GATE:  # noqa: SIM102 (a constant). Given log decays are zeros there
             if left < C:
@@ -304,26 +304,31 @@ def prepare(
         mbarrier.wait(full.index(1), t & 1)  # signalled by the copy engine: q and k are there
         vectors(
             sq, sk, weights, strengths, norms, rates, saved_b, saved_norms, item, b, left, HV, group, scale, beta_top,
-            NORM, RAW_BETA,
+            NORM, RAW_LINE,
         )  # fmt: skip
+        if erase is not None:
+            erase = strengths_of(erase, beta_top, RAW_BETA)
         tma.store_wait(0)  # the copy engine has read P and A of the chunk before
         barrier()  # all warps of the program: sums of blocks are there, and the norms have read q and k
         steep = False
         if not BOUNDED:
             steep = is_steep(totals)
             if steep:
-                store_halved_scores(tiles, sums[0], exact, lowest, 0)
-        store_half(tiles, sums[0], middle, totals, 0, BOUNDED)
+                store_halved_scores(tiles, sums[0], erase, exact, lowest, 0)
+        store_half(tiles, sums[0], erase, middle, totals, 0, BOUNDED)
+        erase = None if erasing is None else load_erasing(chunk, erasing, 1, HV)
         fence_async_shared()
         barrier()  # all warps of the program: rows and columns are there
         scores = products(rows, columns)
         scores = warpgroup_mma_wait(0, deps=[scores])
         upper = own_scores(scores, exact, lowest, weights, norms, 0, steep, NORM)
+        if erase is not None:
+            erase = strengths_of(erase, beta_top, RAW_BETA)
         barrier()  # all warps of the program: the products above have read rows and columns
         if not BOUNDED:  # noqa: SIM102 (the outer condition is a constant)
             if steep:
-                store_halved_scores(tiles, sums[1], exact, lowest, 1)
-        store_half(tiles, sums[1], middle, totals, 1, BOUNDED)
+                store_halved_scores(tiles, sums[1], erase, exact, lowest, 1)
+        store_half(tiles, sums[1], erase, middle, totals, 1, BOUNDED)
         fence_async_shared()
         barrier()  # all warps of the program: rows, columns, Qg, Kg and Kd are there
         at = item * C
@@ -363,20 +368,25 @@ def prepare(
 
 def run_prepare(
     c: Draft, out: Prepared, o: Layout | None, L: Layout | None = None, s: Solved | None = None,
-    forgets: Layout | None = None, parts: int = 1, listed: Listed = NO_LIST,
-) -> None:  # fmt: skip
+    forgets: Layout | None = None, parts: int = 1, listed: Listed = NO_LIST, *, valued: bool = False,
+) -> Draft:  # fmt: skip
     """``o`` gets zeros after the last packed sequence. ``L`` and ``s`` are written for the backward pass. With several
-    ``parts`` the kernel does nothing if gates forget, which ``forgets`` says."""
+    ``parts`` the kernel does nothing if gates forget, which ``forgets`` says. Returns the draft for scans of
+    ``triton``, whose values are w . v with a strength per channel, if the launch is ``valued``."""
     p, x = c.p, c.x
+    W = values_of(c.made, p) if valued and p.channel_strength else None
     items = out.gamma.shape[0] * p.HV
     *batches, heads = strides(x.q, x.k, x.g)
+    gates = x.b, *((None, None) if W is None else (x.v, x.w))
     arguments = (
         *(ragged(t, p.K) for t in (x.q, x.k, x.g)), *(blocks(t, p.K) for t in (out.Qg, out.Kg, out.Kd)),
         *(None if t is None else squares(t) for t in (out.P, L, out.A)), out.gamma, out.rates,
         *((None, None) if s is None else (s.vectors, s.norms)), x.beta, x.A_log, x.dt_bias, x.cu_seqlens, o, forgets,
-        listed.prompts, p.N, p.T, items, p.N * p.HV * (parts - 1), listed.least, listed.most, *batches, heads,
-        p.scale, p.gate.bound or 0.0, p.beta_range, batch(x.beta), *tokens(x.beta),
+        listed.prompts, *gates, W, p.N, p.T, items, p.N * p.HV * (parts - 1), listed.least, listed.most, *batches,
+        *strides(*gates)[:3], heads, *(t and tokens(t)[:2] for t in gates), p.scale, p.gate.bound or 0.0, p.beta_range,
+        batch(x.beta), *tokens(x.beta),
     )  # fmt: skip
     programs = min(items, PREPARES * c.chip.processors)
     # It must not start early if it is the first kernel of its call: then it waits for none.
     launch_rule(c, prepare, arguments, (programs, 1, 1), BY_HAND, follows=listed.prompts is not None)
+    return c if W is None else c._replace(x=x._replace(v=W))

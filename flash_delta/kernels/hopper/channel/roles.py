@@ -11,14 +11,19 @@ class Described(NamedTuple):
     k: Any
     v: Any
     g: Any
+    b: Any  # None, as w, without a strength per channel
+    w: Any
     o: Any
     initial: Any
     final: Any
     handed: Any
 
 
-# Where tokens are: the tokens between batch rows, the strides between heads, and how many value heads a key head has.
-Places = namedtuple("Places", "q_batch k_batch g_batch v_batch q_head k_head g_head v_head group")
+# Where tokens are: the tokens between batch rows, how many value heads a key head has, and the strides between heads.
+Places = namedtuple(
+    "Places", "q_batch k_batch g_batch v_batch b_batch w_batch group q_head k_head g_head v_head b_head w_head",
+    defaults=[None, None],
+)  # fmt: skip
 
 
 class GateParameters(NamedTuple):
@@ -36,17 +41,19 @@ class GateParameters(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One of each for q, k and g: rings of what is loaded, descriptors, or numbers."""
+    """One of each for q, k and g: rings of what is loaded, descriptors, or numbers. ``b``: of the erase gate, with a
+    strength per channel."""
 
     q: Any
     k: Any
     g: Any
+    b: Any = None
 
 
 class StepFactors(NamedTuple):
     """Rings of what the gate group and the factor group make of 32 tokens."""
 
-    rows: Any  # decayed k, and below them decayed q
+    rows: Any  # decayed erase keys, and below them decayed q
     columns: Any  # k divided by their decay
     maps: Any  # A, and below it P
     norms: Any  # the factors of rows that are norms, and the scale
@@ -60,9 +67,9 @@ class Barriers(NamedTuple):
     """A ring of barriers for each step that one role waits for."""
 
     g_full: Any  # g is loaded
-    full: Any  # q and k are loaded
-    left: Any  # q, k and g are no longer needed
-    v_full: Any  # v is loaded
+    full: Any  # q and k are loaded, and b
+    left: Any  # they are no longer needed
+    v_full: Any  # v is loaded, and w
     v_done: Any  # v is no longer needed
     tiled: Any  # rows and columns are there
     ready: Any  # A and P are there
@@ -87,6 +94,14 @@ class Source(NamedTuple):
     batches: Any
     heads: Any
     group: Any
+
+
+class Erasing(NamedTuple):
+    """The erase gate b: its address, the tokens between batch rows, and the strides between tokens and heads."""
+
+    b: Any
+    batch: Any
+    strides: Any
 
 
 class Strengths(NamedTuple):
@@ -126,3 +141,4 @@ class ChunkValues(NamedTuple):
     v: Any
     A: Any
     P: Any
+    w: Any = None  # with a strength per channel

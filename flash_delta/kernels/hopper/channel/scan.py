@@ -1,19 +1,19 @@
 """With a decay per channel: the scan through the chunks that `prepare` has written. A program scans one state after the
 other, 64 value columns of each.
 
-    load     loads Qg, Kg, Kd, gamma and rates of a chunk into a ring of NS slots, and v, A and P into a ring of NV: one
-             warp each
+    load     loads Qg, Kg, Kd, gamma and rates of a chunk into a ring of NS slots, and v (and w), A and P into a ring
+             of NV: one warp each
     state    R = b (v - r_k (Kg S0))     U = A R + R     S1 = gamma . S0 + Kd^T (r_k U)     O = scale r_q (Qg S0) + P U
 
-A is float16 (units.py) and lacks its diagonal (prepare.py). The state is transposed, S^T [64, K], in float32
-accumulators, as in scalar/forward/loop.py. The rules there for ptxas hold here, too. Grid (programs, V / 64). On a
-pool the states are those of listed prompts (plans/prompt_list.py). They are read from slots and written to slots, and
-also to checkpoints.
+With a strength per channel R is w . v - r_k (Kg S0). A is float16 (units.py) and lacks its diagonal (prepare.py). The
+state is transposed, S^T [64, K], in float32 accumulators, as in scalar/forward/loop.py. The rules there for ptxas hold
+here, too. Grid (programs, V / 64). On a pool the states are those of listed prompts (plans/prompt_list.py). They are
+read from slots and written to slots, and also to checkpoints.
 
 Barriers, and who completes them:
 
     full     the copy engine: Qg, Kg, Kd, gamma and rates of a chunk are there
-    vfull    the copy engine: v, A and P are there
+    vfull    the copy engine: v, w, A and P are there
     done     the state group: it has read all tiles of a chunk, so that its slots are free
 """
 
@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.hopper.channel.forget import all_forget
+from flash_delta.kernels.hopper.channel.gates import strengths_of
 from flash_delta.kernels.hopper.channel.roles import ChunkKeys, ChunkValues
 from flash_delta.kernels.hopper.channel.scores import K
 from flash_delta.kernels.hopper.device import checkpoints
@@ -40,7 +41,7 @@ from flash_delta.kernels.hopper.device.segment_bounds import first_slot
 from flash_delta.kernels.hopper.device.state_copies import load_state, store_state, store_through
 from flash_delta.kernels.hopper.device.units import units
 from flash_delta.kernels.hopper.device.work_items import NO_LIST, Listed, Work, bounds, count_items, ends
-from flash_delta.kernels.hopper.plans.boxes import blocks, lines, pool, ragged, squares, states, token_stride
+from flash_delta.kernels.hopper.plans.boxes import blocks, lines, pool, ragged, squares, states, strides
 from flash_delta.kernels.hopper.plans.tiles import BY_HAND, CHANNEL_SCAN
 from flash_delta.kernels.runtime.arguments import launch_rule
 from flash_delta.kernels.runtime.plan import Descriptor, Draft, Layout
@@ -52,9 +53,11 @@ WIDE_ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]
 
 @gluon.jit
 def load_prepared(
-    descs, tiles, full, done, work, v_batch, v_heads, HV, KEYS: gl.constexpr, NS: gl.constexpr,
+    descs, tiles, full, done, work, places, HV, KEYS: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
-    """The role that fills a ring. With KEYS it loads `ChunkKeys`, otherwise `ChunkValues`."""
+    """The role that fills a ring. With KEYS it loads `ChunkKeys`, otherwise `ChunkValues`. ``places``: the tokens
+    between batch rows of v and of w, and their strides between heads."""
+    v_batch, w_batch, v_heads, w_heads = places
     T = work.T
     SLOTS: gl.constexpr = full.shape[0]
     gdc_wait()  # `prepare` has ended, and its results can be read
@@ -79,8 +82,12 @@ def load_prepared(
                     tma_load(descs[m], [at, 0], bar, tiles[m].index(s))
             else:
                 column = hv * v_heads + gl.program_id(1) * 64
-                mbarrier.expect(bar, 3 * C * C * 2)
+                mbarrier.expect(bar, (3 if descs.w is None else 4) * C * C * 2)
                 load_box(descs.v, row, size, token, column, bar, tiles.v.index(s), 64)
+                if descs.w is not None:
+                    column = hv * w_heads + gl.program_id(1) * 64
+                    w_row = start if work.cu_seqlens is not None else start + n * w_batch
+                    load_box(descs.w, w_row, size, token, column, bar, tiles.w.index(s), 64)
                 for m in gl.static_range(1, 3):
                     tma_load(descs[m], [at * C, 0], bar, tiles[m].index(s))
             t += 1
@@ -89,7 +96,7 @@ def load_prepared(
 @gluon.jit
 def state_role(
     so, sbar, o_desc, initial, final, keys, values, full, vfull, done, checkpoints, work, HV,
-    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, NS: gl.constexpr,
+    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, RAW_BETA: gl.constexpr, NS: gl.constexpr,
 ):  # fmt: skip
     """Carries the state. ``keys``, ``values``: `ChunkKeys` and `ChunkValues`. ``checkpoints``: `Checkpoints`."""
     sr, sv, T = keys.rates, values.v, work.T
@@ -126,6 +133,8 @@ def state_role(
             mbarrier.wait(vfull.index(x), (t // NV) & 1)  # signalled by the copy engine: v, A and P are there
             E, O = warpgroup_mma_wait(1, deps=[E, O])
             R = sv.index(x).permute([1, 0]).load(ROWS).to(gl.float32)
+            if values.w is not None:
+                R *= strengths_of(values.w.index(x).permute([1, 0]).load(ROWS), 1.0, RAW_BETA)
             R = (R - E * of_k.load(ROWS)) * b.load(ROWS)
             unit, inverse = units(R)
             R *= inverse
@@ -161,14 +170,14 @@ def state_role(
 
 
 @gluon.jit(
-    do_not_specialize=["T", "items", "parted", "least", "most", "v_batch", "HV", *checkpoints.NUMBERS],
+    do_not_specialize=["T", "items", "parted", "least", "most", "v_batch", "w_batch", "HV", *checkpoints.NUMBERS],
     do_not_specialize_on_alignment=checkpoints.POINTERS,
 )
 def scan_channels(
-    qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, o_desc, initial, final, cu_seqlens, forgets,
-    prompts, checkpoints, offsets, T, items, parted, least, most, slots, null_slot, columns, interval, table_row,
-    table_column, v_batch, v_heads, HV, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
-    NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
+    qg_desc, kg_desc, kd_desc, r_desc, gamma_desc, v_desc, a_desc, p_desc, w_desc, o_desc, initial, final, cu_seqlens,
+    forgets, prompts, checkpoints, offsets, T, items, parted, least, most, slots, null_slot, columns, interval,
+    table_row, table_column, v_batch, w_batch, v_heads, w_heads, HV, INITIAL: gl.constexpr, V_FIRST: gl.constexpr,
+    RAW_BETA: gl.constexpr, NS: gl.constexpr, NV: gl.constexpr, NO: gl.constexpr,
 ):  # fmt: skip
     """On a pool the launch works only if ``prompts`` has ``least`` to ``most`` sequences."""
     if prompts is not None:
@@ -184,6 +193,7 @@ def scan_channels(
     sa = gl.allocate_shared_memory(gl.float16, [NV, C, C], TILE)
     sp = gl.allocate_shared_memory(ty, [NV, C, C], TILE)
     so = gl.allocate_shared_memory(ty, [NO, C, C], TILE)
+    sw = None if w_desc is None else gl.allocate_shared_memory(ty, [NV, C, C], TILE)
     full, vfull, done, sbar = barriers(NS, 1), barriers(NV, 1), barriers(NS, 1), None
     if INITIAL:
         sbar = barriers(NO, 1)
@@ -191,18 +201,18 @@ def scan_channels(
     barrier()  # all warps of the program: the barriers above are initialised
     if forgets is not None:
         items = gl.where(all_forget(forgets, parted), 0, items)
-    keys, values = ChunkKeys(sq, sk, sd, sr, sg), ChunkValues(sv, sa, sp)
+    keys, values = ChunkKeys(sq, sk, sd, sr, sg), ChunkValues(sv, sa, sp, sw)
     work = Work(cu_seqlens, T, items, prompts, least, most)
     of_keys = ChunkKeys(qg_desc, kg_desc, kd_desc, r_desc, gamma_desc)
-    of_values = ChunkValues(v_desc, a_desc, p_desc)
+    of_values, places = ChunkValues(v_desc, a_desc, p_desc, w_desc), (v_batch, w_batch, v_heads, w_heads)
     # The first role gets the registers that the others do not ask for.
     gl.warp_specialize([
         (state_role, (
             so, sbar, o_desc, initial, final, keys, values, full, vfull, done, checkpoints, work, HV, INITIAL, V_FIRST,
-            NS,
+            RAW_BETA, NS,
         )),
-        (load_prepared, (of_keys, keys, full, done, work, v_batch, v_heads, HV, True, NS)),
-        (load_prepared, (of_values, values, vfull, done, work, v_batch, v_heads, HV, False, NS)),
+        (load_prepared, (of_keys, keys, full, done, work, places, HV, True, NS)),
+        (load_prepared, (of_values, values, vfull, done, work, places, HV, False, NS)),
     ], [1, 1], [24, 24])  # fmt: skip
     end_barriers((full, vfull, done), sbar)
 
@@ -230,9 +240,10 @@ def _run(
     forgets, listed, kept, parted = work
     arguments = (
         *(blocks(t, p.K) for t in (w.Qg, w.Kg, w.Kd)), lines(w.rates), lines(w.gamma, p.K),
-        ragged(x.v, 64), squares(w.A), squares(w.P), ragged(o, 64), *from_to,
+        ragged(x.v, 64), squares(w.A), squares(w.P), ragged(x.w, 64), ragged(o, 64), *from_to,
         x.cu_seqlens, forgets, listed.prompts, *kept[:2], p.T, p.N * p.HV, parted, listed.least, listed.most, *kept[2:],
-        token_stride(x.v), x.v.stride(2),
+        *strides(x.v, x.w)[:2], x.v.stride(2), x.w and x.w.stride(2),
     )  # fmt: skip
+    rings = CHANNEL_SCAN if x.w is None else CHANNEL_SCAN | {"NO": 1}  # the tiles of w take the place of one of o
     grid = min(sequences * p.HV, c.chip.processors), p.V // 64, 1
-    launch_rule(c, scan_channels, arguments, grid, BY_HAND, follows=True, **own, **CHANNEL_SCAN)
+    launch_rule(c, scan_channels, arguments, grid, BY_HAND, follows=True, **own, **rings)

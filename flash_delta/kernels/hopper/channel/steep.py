@@ -44,12 +44,12 @@ def halved(s, level: gl.constexpr):
 
 
 @gluon.jit
-def store_halved_scores(tiles, s, exact, lowest, h: gl.constexpr):
+def store_halved_scores(tiles, s, erase, exact, lowest, h: gl.constexpr):
     """Stores the scores of each block of half h with itself in ``exact [64, 32]``, and the lowest sum of each row in
     ``lowest``.
 
     Before the call all warps must have read rows and columns. When it returns, they have read them. q and k are there
-    as given.
+    as given. ``erase``: the half's erase gate, if keys erase with b . k.
     """
     sq, sk, rows, columns = tiles.q, tiles.k, tiles.rows, tiles.columns
     low = gl.min(s, 2).reshape([1, 32])
@@ -65,7 +65,7 @@ def store_halved_scores(tiles, s, exact, lowest, h: gl.constexpr):
         decay = halved(s, level)
         kk = take(sk, h) * decay
         put(columns, 0, kk)
-        put(rows, 1, kk)
+        put(rows, 1, kk if erase is None else kk * erase)
         put(rows, 0, take(sq, h) * decay)
         fence_async_shared()
         barrier()  # all warps of the program: rows and columns are there

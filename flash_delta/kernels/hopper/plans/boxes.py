@@ -18,9 +18,9 @@ def token_stride(t: Layout) -> int:
     return t.stride(0) // t.stride(1)
 
 
-def strides(*tokens: Layout) -> tuple[int | tuple[int, ...], ...]:
-    """The `token_stride` of each tensor; then the strides between heads, of all tensors in one tuple."""
-    return (*map(token_stride, tokens), tuple(t.stride(2) for t in tokens))
+def strides(*tokens: Layout | None) -> tuple[Any, ...]:
+    """The `token_stride` of each tensor, or None; then the strides between heads, of all tensors in one tuple."""
+    return (*(t and token_stride(t) for t in tokens), tuple(t.stride(2) for t in tokens if t))
 
 
 def describe(made: Making, t: Layout) -> Layout:
@@ -31,8 +31,13 @@ def describe(made: Making, t: Layout) -> Layout:
 def as_taken(made: Making, x: Inputs, *more: str) -> Inputs:
     """``x`` as kernels can take it, with copies of some tensors. ``more``: tensors that also need descriptors, besides
     q, k and v."""
-    taken = {name: describe(made, getattr(x, name)) for name in ("q", "k", "v", *more)}
-    return x._replace(**taken, initial_state=made.plain_states(x.initial_state))
+    return described(made, x, "q", "k", "v", *more)._replace(initial_state=made.plain_states(x.initial_state))
+
+
+def described(made: Making, x: Inputs, *names: str) -> Inputs:
+    """``x`` with descriptors for the tensors ``names`` that it has, with copies of some."""
+    given = {name: getattr(x, name) for name in names}
+    return x._replace(**{name: describe(made, t) for name, t in given.items() if t is not None})
 
 
 def describable(t: Layout) -> bool:
@@ -41,15 +46,17 @@ def describable(t: Layout) -> bool:
     return channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
 
 
-def ragged(t: Layout, width: int, height: int = C) -> Descriptor:
+def ragged(t: Layout | None, width: int, height: int = C) -> Descriptor | None:
     """Describes the tokens of all heads so that the copy engine clips at the end of any sequence. Loads after the end
-    give zeros, and stores there do nothing.
+    give zeros, and stores there do nothing. None without a tensor.
 
     The copy engine clips at the end of axis 2, which has 2^30 elements. In a sequence that ends before row e, row e - i
     has the coordinates ``[2^30, e, 2^30 - i]``. This is the right address because the strides of the first and the
     third axis add up to 2^34 numbers of 2 bytes, and 2^30 times that is 0 modulo 2^64 (the trick of
     ``triton.tools.ragged_tma``).
     """
+    if t is None:
+        return None
     box = layouts.FLOAT_BOX if t.dtype == torch.float32 else layouts.BOX
     _, token, head, _ = t.stride()
     shape = (0x7FFF0000, 0x7FFF0000, layouts.RAGGED.value, (t.shape[2] - 1) * head + t.shape[3])

@@ -5,6 +5,8 @@ warp groups share. Other tiles than these fail the compile gate or do not fit.""
 
 from typing import NamedTuple
 
+import torch
+
 from flash_delta.kernels.device.chunk import C
 from flash_delta.kernels.runtime import chip as triton
 from flash_delta.kernels.runtime.chip import Chip
@@ -106,7 +108,6 @@ SEGMENT_SCANS = {64: {"NS": 4, "REGISTERS": 200}, 128: {"NS": 3, "REGISTERS": 19
 # With a decay per channel.
 PREPARES = 2  # programs per multiprocessor
 CHANNEL_SCAN = {"NS": 3, "NV": 2, "NO": 2}
-CHANNEL_LOOP = {"NV": 3, "NX": 3, "NO": 2}
 CHUNK_BACK = BY_HAND._replace(warps=8)
 
 
@@ -114,6 +115,13 @@ class ChannelTile(NamedTuple):
     HALVES: int  # how many halves of a state's value columns a program has
     GATES: int  # registers of the role that gates
     FACTORS: int  # and of the role that factors; the role that carries the state gets the rest
+
+
+def channel_rings(p: Problem) -> dict[str, int]:
+    """The rings of the loop. Gates in float32 leave memory for two slots of keys only, and so do the tiles of b and w,
+    which also take a slot from the values."""
+    few = p.gate.dtype == torch.float32 or p.channel_strength
+    return {"NR": 2 if few else 3, "NV": 2 if p.channel_strength else 3, "NX": 3, "NO": 2}
 
 
 CHANNEL_WHOLE, CHANNEL_HALF = ChannelTile(2, 128, 104), ChannelTile(1, 168, 136)

@@ -111,15 +111,17 @@ def between(aq, ap, z, factor, kd, qe, pe, dP, dL):
 
 
 @gluon.jit
-def deep_part(sq, sk, gates, dP, dL, deep, I: gl.constexpr, PART: gl.constexpr):
+def deep_part(sq, sk, erase, gates, dP, dL, deep, I: gl.constexpr, PART: gl.constexpr):
     """The gradients from pairs within block I, in channels that are ``deep``, and 0 in others. The caller adds them to
-    dq (PART 0), dk (1) or the terms of dg (2). This is done one part after the other, because registers are few, and
-    such chunks are rare. The argument ``dL`` contains -dL.
+    dq (PART 0), dk (1), the terms of dg (2) or dp (3). This is done one part after the other, because registers are
+    few, and such chunks are rare. The argument ``dL`` contains -dL. ``erase``: b of the block. Without it p is k, and
+    dk has dp.
 
     The block is halved again and again, and a pair's decay is taken apart where its two tokens part. So no factor is
     above 1, however far a channel falls."""
     r, t = places()
     q, k = gl.where(deep[:, None], load_block(sq, I), 0.0), gl.where(deep[:, None], load_block(sk, I), 0.0)
+    p = k if erase is None else k * erase
     out = empty_tile()
     for level in range(5):
         half = (1 << level) >> 1  # 0: a token with itself
@@ -134,13 +136,17 @@ def deep_part(sq, sk, gates, dP, dL, deep, I: gl.constexpr, PART: gl.constexpr):
         if PART == 0:
             out += e * parted_product(kb, dP.permute([1, 0]), above)
         else:
-            qe = rounded(q * e)
-            back = parted_product(operand(qe), dP, below) - parted_product(kb, dL, below)
+            qe, pe = rounded(q * e), ke if erase is None else rounded(p * e)
+            back = parted_product(operand(qe), dP, below) - parted_product(operand(pe), dL, below)
             erased = parted_product(kb, dL.permute([1, 0]), above)
-            if PART == 1:
-                out += e * (back - erased)
-            else:
+            if PART == 3:
+                out -= e * erased
+            elif PART == 1:
+                out += e * (back - erased) if erase is None else e * back
+            elif erase is None:
                 out += qe * parted_product(kb, dP.permute([1, 0]), above) - ke * (back + erased)
+            else:
+                out += qe * parted_product(kb, dP.permute([1, 0]), above) - ke * back - pe * erased
     return out
 
 

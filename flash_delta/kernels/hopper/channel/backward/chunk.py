@@ -21,6 +21,7 @@ from flash_delta.kernels.hopper.channel.backward.blocks import (
     token,
 )
 from flash_delta.kernels.hopper.channel.backward.parking import park, parked
+from flash_delta.kernels.hopper.channel.gates import strength_back, strengths_of
 from flash_delta.kernels.hopper.device.state_copies import apart_all, beside_all
 
 PARKED_SUMS = gl.constexpr(2)  # the first so many blocks park their sums of gates
@@ -107,11 +108,11 @@ def reach(opens, falls, I: gl.constexpr, J: gl.constexpr):
 
 @gluon.jit
 def chunk_gradients(
-    X, Y, W, through, shift, sq, sk, sg, sP, sM, parking, lines, left, gate, NORM: gl.constexpr, RAW_GATE: gl.constexpr,
-    BOUNDED: gl.constexpr, DEEP: gl.constexpr,
+    X, Y, W, through, shift, sq, sk, sg, sb, sP, sM, parking, lines, left, gate, beta_top, NORM: gl.constexpr,
+    RAW_GATE: gl.constexpr, RAW_BETA: gl.constexpr, BOUNDED: gl.constexpr, DEEP: gl.constexpr,
 ):  # fmt: skip
-    """Overwrites q, k and g with their gradients. Returns the gradients of A_log and of biases. DEEP: a channel may
-    fall by more than MILD within a block."""
+    """Overwrites q, k and g with their gradients, and b if keys erase with b . k. Returns the gradients of A_log and of
+    biases. DEEP: a channel may fall by more than MILD within a block."""
     r, t = places()
     read, erase = last_tile(X, parking, 0), last_tile(Y, parking, 3)
     sums, keys, z, opens, falls, rest, D = decayed_keys(sk, sg, W, shift, parking, lines, left, gate, RAW_GATE, BOUNDED)
@@ -123,7 +124,11 @@ def chunk_gradients(
         s = parked(parking, 6 + I) if I < PARKED_SUMS else sums[I - PARKED_SUMS]
         fall, kd = falls[I], gl.convert_layout(keys[I], CHANNELS).to(gl.float32)
         e, q, k = gl.exp2(s + SHIFT), load_block(sq, I), load_block(sk, I)
-        q_rows, p_rows = rounded(q * e), rounded(k * (e * -1.0))
+        b, p = None, k
+        if sb is not None:
+            b = strengths_of(load_block(sb, I), beta_top, RAW_BETA)
+            p = k * b
+        q_rows, p_rows = rounded(q * e), rounded(p * (e * -1.0))
         qe, pe, start = operand(q_rows), operand(p_rows), gl.exp2(reach(opens, falls, I, -1) - SHIFT)[:, None]
         aq, ap = read * line_of(lines, 0, I) * start, erase * line_of(lines, 1, I) * start
         grown = gl.exp2(fall * -1.0 - 2.0 * SHIFT)
@@ -140,14 +145,23 @@ def chunk_gradients(
             )  # fmt: skip
             earlier += (zj,)
         z = earlier
-        dq, dk = e * aq, gl.exp2((fall + SHIFT)[:, None] - s) * own - e * ap
+        if b is None:
+            dq, dk = e * aq, gl.exp2((fall + SHIFT)[:, None] - s) * own - e * ap
+        else:
+            dq, dk, dp = e * aq, gl.exp2((fall + SHIFT)[:, None] - s) * own, e * ap * -1.0
         y = q_rows * aq + p_rows * ap - kd * own
         a, gates, live = gates_of(sg, I, left, gate, RAW_GATE, BOUNDED)
         if DEEP:
             own_P, own_M = sP.index(5 * I), sM.index(5 * I)
-            dq += deep_part(sq, sk, gates, own_P, own_M, fall < -MILD, I, 0)
-            dk += deep_part(sq, sk, gates, own_P, own_M, fall < -MILD, I, 1)
-            y += deep_part(sq, sk, gates, own_P, own_M, fall < -MILD, I, 2)
+            dq += deep_part(sq, sk, b, gates, own_P, own_M, fall < -MILD, I, 0)
+            dk += deep_part(sq, sk, b, gates, own_P, own_M, fall < -MILD, I, 1)
+            y += deep_part(sq, sk, b, gates, own_P, own_M, fall < -MILD, I, 2)
+            if b is not None:
+                dp += deep_part(sq, sk, b, gates, own_P, own_M, fall < -MILD, I, 3)
+        if b is not None:
+            dk += b * dp
+            db = strength_back(k * dp, b, beta_top, RAW_BETA)
+            sb.slice(16 * I, 16, 0).permute([1, 0]).store(db.to(sb.dtype))
         d = sum_over(y, r >= t, 3) + rest[:, None]
         rest += gl.sum(y, 1)
         if RAW_GATE:

@@ -8,6 +8,9 @@ kernel. A program computes one chunk and head after the other.
     dg_t = sum over i >= t of (q_i dq_i + k_i dp_i - k_i dk_i) + gamma S0 . dS1 + all that keys write after the chunk
     db = <dU~, R - L U>      dv = dV
 
+With a strength per channel p = b . k and dV = dU~ belong to w . v. So dk gets b . dp, and db = k . dp, dv = w . dV,
+dw = v . dV. Then nobody needs R and L, and the kernel loads b in place of them.
+
 In the ``triton`` backend `pairs`, `channel_gradients` and `key_head_gradients` do the same, and the first two pass on
 64 KB per chunk through memory. They also read the same U, R, dU~ and states (workspace.py).
 
@@ -51,17 +54,24 @@ from flash_delta.kernels.hopper.channel.backward.blocks import (
     SHIFT,
     WIDE,
     K,
-    empty_tile,
     may_be_deep,
 )
 from flash_delta.kernels.hopper.channel.backward.chunk import chunk_gradients
+from flash_delta.kernels.hopper.channel.backward.results import (
+    Results,
+    load_values,
+    of_rows,
+    store_nothing,
+    store_sums,
+    store_values,
+)
 from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_load, tma_store
 from flash_delta.kernels.hopper.device.layouts import BOX, FLOAT_BOX, FLOATS, RAGGED, TILE, C
 from flash_delta.kernels.hopper.device.rings import barriers, load_box
-from flash_delta.kernels.hopper.device.segment_bounds import Chunk, find_segment, load_bound
+from flash_delta.kernels.hopper.device.segment_bounds import Chunk, find_segment
 from flash_delta.kernels.hopper.plans.boxes import blocks, ragged, squares, strides
 from flash_delta.kernels.hopper.plans.tiles import CHUNK_BACK
-from flash_delta.kernels.runtime.arguments import launch_rule, state_unit
+from flash_delta.kernels.runtime.arguments import launch_rule, state_unit, tokens
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Channels, DeepChunks, Residual, Solved, StateGradients
 from flash_delta.problem import Inputs
@@ -69,7 +79,6 @@ from flash_delta.problem import Inputs
 # In registers, of eight warps.
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # [64, 64]
 OWN = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))  # [8, 16, 16]: a block for each warp
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # [64, 128]
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 # In shared memory.
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -79,38 +88,8 @@ SCORES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [3, 2, 1, 0]))  # the sam
 # One of each for what products over values need first, and what they need last: tiles, or descriptors.
 ValueTiles = namedtuple("ValueTiles", "do U dU S")
 LastTiles = namedtuple("LastTiles", "dS R L")
-KeyTiles = namedtuple("KeyTiles", "q k g")
-Results = namedtuple("Results", "dq dk dv dg dbeta dA_log ddt_bias")  # the gradients' addresses
+KeyTiles = namedtuple("KeyTiles", "q k g b", defaults=[None])
 HeadGate = namedtuple("HeadGate", "rate bias bound")  # a head's rate, its channels' biases, and the bound
-
-
-@gluon.jit
-def store_nothing(slot, hv, results, cu_seqlens, N, T, HV):
-    """Stores zeros for a slot without a chunk: for tokens after the last sequence, and in sums over slots."""
-    dq, dg, dbeta = results.dq, results.dg, results.dbeta
-    i, c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, K, layout=gl.SliceLayout(0, ROWS))
-    nothing = gl.zeros([C, K], gl.float32, ROWS)
-    end = load_bound(cu_seqlens, N, T)
-    first = end + (slot - end // C - N) * C
-    if first >= end:
-        line = (first + i).to(gl.int64) * HV + hv
-        at, some = line[:, None] * K + c[None, :], ((first + i) < T)[:, None] & (c >= 0)[None, :]
-        gl.store(dq + at, nothing.to(dq.dtype.element_ty), mask=some)
-        gl.store(results.dk + at, nothing.to(dq.dtype.element_ty), mask=some)
-        gl.store(results.dv + at, nothing.to(dq.dtype.element_ty), mask=some)
-        gl.store(dg + at, nothing.to(dg.dtype.element_ty), mask=some)
-        if dbeta is not None:
-            gl.store(dbeta + line, gl.sum(nothing, 1).to(dbeta.dtype.element_ty), mask=first + i < T)
-    store_sums(slot * HV + hv, results, gl.sum(empty_tile(), 1), gl.sum(empty_tile(), 1))
-
-
-@gluon.jit
-def store_sums(head, results, dA, dbias):
-    at = head.to(gl.int64) * K + gl.arange(0, K, layout=OF_CHANNELS)
-    if results.dA_log is not None:
-        gl.store(results.dA_log + at, dA)
-    if results.ddt_bias is not None:
-        gl.store(results.ddt_bias + at, dbias)
 
 
 @gluon.jit
@@ -146,8 +125,7 @@ def next_chunk(item, items, results, cu_seqlens, N, T, HV, deep, DEEP: gl.conste
 def ask_values(chunk, descs, tiles, bar, strides, HV):
     """Asks for the tiles that the products of a chunk need first: dO, U, dU~ and S0."""
     item, size, first = chunk.item, chunk.size, chunk.first
-    batch, heads = strides
-    _, _, _, head = heads
+    batch, head = strides
     mbarrier.expect(bar, 3 * C * K * 2 + K * K * 2)
     load_box(descs.do, chunk.row * batch + chunk.start, size, first, item % HV * head, bar, tiles.do, K)
     tma_load(descs.U, [item * C, 0], bar, tiles.U)
@@ -157,20 +135,22 @@ def ask_values(chunk, descs, tiles, bar, strides, HV):
 
 @gluon.jit
 def ask_last(item, descs, tiles, bar):
-    """Asks for dS1, R and L."""
-    mbarrier.expect(bar, K * K * 2 + C * K * 2 + C * C * 2)
+    """Asks for dS1, R and L, or for dS1 only."""
+    mbarrier.expect(bar, K * K * 2 + (0 if descs.R is None else C * K * 2 + C * C * 2))
     tma_load(descs.dS, [item * K, 0], bar, tiles.dS)
-    tma_load(descs.R, [item * C, 0], bar, tiles.R)
-    tma_load(descs.L, [item * C, 0], bar, tiles.L)
+    if descs.R is not None:
+        tma_load(descs.R, [item * C, 0], bar, tiles.R)
+        tma_load(descs.L, [item * C, 0], bar, tiles.L)
 
 
 @gluon.jit
 def ask_keys(chunk, descs, tiles, bar, strides, HV):
-    """Asks for q, k and g of a chunk."""
+    """Asks for q, k and g of a chunk, and for b if there is one."""
     item, size, first = chunk.item, chunk.size, chunk.first
     batches, heads = strides
-    mbarrier.expect(bar, 2 * C * K * 2 + C * K * (4 if descs.g.dtype == gl.float32 else 2))
-    for m in gl.static_range(3):
+    COUNT: gl.constexpr = 3 if descs.b is None else 4
+    mbarrier.expect(bar, (COUNT - 1) * C * K * 2 + C * K * (4 if descs.g.dtype == gl.float32 else 2))
+    for m in gl.static_range(COUNT):
         load_box(descs[m], chunk.row * batches[m] + chunk.start, size, first, item % HV * heads[m], bar, tiles[m], K)
 
 
@@ -202,19 +182,15 @@ def store_factors(factors, lines, scale, NORM: gl.constexpr):
 
 
 @gluon.jit
-def of_rows(lines, n: gl.constexpr, layout: gl.constexpr):
-    """Line n, [64, 1]."""
-    return lines.index(n).permute([1, 0]).load(layout)
-
-
-@gluon.jit
-def store_scores(P, M, sL, sP, sM, lines):
-    """Stores dP and -dL as blocks, with their factors. Returns what L subtracts from db."""
+def store_scores(P, M, sL, sP, sM, lines, STRENGTH: gl.constexpr):
+    """Stores dP and -dL as blocks, with their factors. Returns what L subtracts from dbeta."""
     i = gl.arange(0, C, layout=gl.SliceLayout(1, SQUARE))[:, None]
     j = gl.arange(0, C, layout=gl.SliceLayout(0, SQUARE))[None, :]
     of_k = lines.index(2).load(SQUARE)
     M = gl.where(i > j, M, 0.0)
-    taken = gl.sum(gl.where(i > j, M * sL.load(SQUARE).to(gl.float32), 0.0), 1)
+    taken = None
+    if not STRENGTH:
+        taken = gl.sum(gl.where(i > j, M * sL.load(SQUARE).to(gl.float32), 0.0), 1)
     P = gl.where(i >= j, P * of_k, 0.0) * of_rows(lines, 0, SQUARE)
     M = M * of_k * of_rows(lines, 1, SQUARE)
     reinterpret(sP, sP.dtype, [4, 4, 16, 16], SCORES).store(
@@ -224,25 +200,6 @@ def store_scores(P, M, sL, sP, sM, lines):
         M.to(sM.dtype).reshape([4, 16, 4, 16]).permute([0, 2, 1, 3])
     )
     return taken
-
-
-@gluon.jit
-def store_values(slam, sr, taken, lines, dv, dbeta, chunk, T, HV, beta_top, RAW_BETA: gl.constexpr):
-    """Stores dv and dbeta."""
-    first = chunk.first
-    i, c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)), gl.arange(0, K, layout=gl.SliceLayout(0, ROWS))
-    lam, b = slam.load(ROWS).to(gl.float32), of_rows(lines, 3, ROWS)
-    line = (chunk.row.to(gl.int64) * T + chunk.start + first + i) * HV + chunk.item % HV
-    some = first + i < chunk.size
-    gl.store(
-        dv + line[:, None] * K + c[None, :], (lam * b).to(dv.dtype.element_ty), mask=some[:, None] & (c >= 0)[None, :]
-    )
-    if dbeta is not None:
-        db = gl.sum(lam * sr.load(ROWS).to(gl.float32), 1) - gl.convert_layout(taken, gl.SliceLayout(1, ROWS))
-        if RAW_BETA:
-            b = gl.sum(b, 1)
-            db *= b * (1.0 - b / beta_top)
-        gl.store(dbeta + line, db.to(dbeta.dtype.element_ty), mask=some)
 
 
 @gluon.jit
@@ -279,12 +236,18 @@ def store_box(desc, tile, row, size, first, column):
     tma_store(desc, (RAGGED, row, RAGGED - size + first, column), box)
 
 
-@gluon.jit(do_not_specialize=["N", "T", "items", "q_batch", "k_batch", "g_batch", "do_batch", "do_head", "HV"])
+NUMBERS = [
+    "N", "T", "items", "q_batch", "k_batch", "g_batch", "b_batch", "v_batch", "w_batch", "do_batch", "do_head", "HV"
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
 def chunk_back(
-    q_desc, k_desc, g_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc, dg_desc, dq,
-    dk, dv, dg, dbeta, dA_log, ddt_bias, deep, vectors, norms, A_log, dt_bias, cu_seqlens, N, T, items, q_batch,
-    k_batch, g_batch, do_batch, heads, scale, shift, bound, beta_top, HV, NORM: gl.constexpr, RAW_BETA: gl.constexpr,
-    RAW_GATE: gl.constexpr, BOUNDED: gl.constexpr, DEEP: gl.constexpr,
+    q_desc, k_desc, g_desc, b_desc, do_desc, u_desc, lam_desc, r_desc, s_desc, ds_desc, l_desc, dq_desc, dk_desc,
+    dg_desc, db_desc, dq, dk, dv, dg, dbeta, db, dw, dA_log, ddt_bias, deep, vectors, norms, v, w, A_log, dt_bias,
+    cu_seqlens, N, T, items, q_batch, k_batch, g_batch, b_batch, v_batch, w_batch, do_batch, heads, v_strides,
+    w_strides, scale, shift, bound, beta_top, HV, NORM: gl.constexpr, RAW_BETA: gl.constexpr, RAW_GATE: gl.constexpr,
+    BOUNDED: gl.constexpr, DEEP: gl.constexpr,
 ):  # fmt: skip
     """``items``: slots times heads. ``deep``: whether items are left to the launch with DEEP, or None if none is.
     ``shift``: SHIFT less the logarithm of `state_unit`, by which dS1 is divided."""
@@ -301,22 +264,25 @@ def chunk_back(
     sq1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
     sk1 = gl.allocate_shared_memory(ty, [1, C, K], TILE)
     sg1 = gl.allocate_shared_memory(g_desc.dtype, [1, C, K], FLOATS if g_desc.dtype == gl.float32 else TILE)
+    sb1 = None if b_desc is None else gl.allocate_shared_memory(ty, [1, C, K], TILE)
     sP = gl.allocate_shared_memory(ty, [16, 16, 16], BLOCK)
     sM = gl.allocate_shared_memory(ty, [16, 16, 16], BLOCK)
     lines = gl.allocate_shared_memory(gl.float32, [6, 1, C], LINE)
     full = barriers(3, 1)
     fence_async_shared()
     barrier()  # all warps of the program: the barriers above are initialised
-    results = Results(dq, dk, dv, dg, dbeta, dA_log, ddt_bias)
+    results = Results(dq, dk, dv, dg, dbeta, db, dw, dA_log, ddt_bias)
     values, last = ValueTiles(do_desc, u_desc, lam_desc, s_desc), LastTiles(ds_desc, r_desc, l_desc)
-    keys, of_keys, of_values = KeyTiles(q_desc, k_desc, g_desc), ((q_batch, k_batch, g_batch), heads), (do_batch, heads)
+    keys, of_keys = KeyTiles(q_desc, k_desc, g_desc, b_desc), ((q_batch, k_batch, g_batch, b_batch), heads[1:])
+    of_values, gated = (do_batch, heads[0]), (v, w, v_batch, w_batch, v_strides, w_strides)
     gdc_wait()  # the kernels before this one have ended, and their results can be read
     chunk = next_chunk(gl.program_id(0), items, results, cu_seqlens, N, T, HV, deep, DEEP)
     if chunk.item < items:
         tiles = ValueTiles(sdo1.index(0), su1.index(0), slam1.index(0), ss1.index(0))
         ask_values(chunk, values, tiles, full.index(0), of_values, HV)
         ask_last(chunk.item, last, LastTiles(sds1.index(0), sr1.index(0), sl1.index(0)), full.index(2))
-        ask_keys(chunk, keys, KeyTiles(sq1.index(0), sk1.index(0), sg1.index(0)), full.index(1), of_keys, HV)
+        tiles = KeyTiles(sq1.index(0), sk1.index(0), sg1.index(0), None if sb1 is None else sb1.index(0))
+        ask_keys(chunk, keys, tiles, full.index(1), of_keys, HV)
         store_factors(load_factors(chunk.item, vectors, norms, NORM), lines, scale, NORM)
     t = chunk.item * 0
     while chunk.item < items:
@@ -327,6 +293,9 @@ def chunk_back(
             sdo1.index(n), su1.index(n), slam1.index(n), sr1.index(n), ss1.index(n), sds1.index(n)
         )  # fmt: skip
         sl, sq, sk, sg = sl1.index(n), sq1.index(n), sk1.index(n), sg1.index(n)
+        sb, given = None, None
+        if sb1 is not None:
+            sb, given = sb1.index(n), load_values(gated, chunk, HV)
         square, wide = gl.zeros([C, C], gl.float32, SQUARE), gl.zeros([K, C], gl.float32, WIDE)
         mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: the tiles of the products are there
         barrier()  # all warps of the program: lines are there
@@ -337,8 +306,8 @@ def chunk_back(
         P, M = warpgroup_mma_wait(2, deps=[P, M])
         mbarrier.wait(full.index(2), t & 1)  # signalled by the copy engine: dS1, R and L are there
         W = warpgroup_mma(sds.permute([1, 0]), su.permute([1, 0]), wide, use_acc=False, is_async=True)
-        taken = store_scores(P, M, sl, sP, sM, lines)
-        store_values(slam, sr, taken, lines, dv, dbeta, chunk, T, HV, beta_top, RAW_BETA)
+        taken = store_scores(P, M, sl, sP, sM, lines, sb is not None)
+        store_values(slam, sr, taken, given, lines, results, chunk, T, HV, beta_top, RAW_BETA)
         through = state_sums(ss, sds)
         X, Y, W = warpgroup_mma_wait(0, deps=[X, Y, W])
         own, item = chunk, chunk.item
@@ -355,8 +324,8 @@ def chunk_back(
             gl.store(deep + item, gl.where(left_out, 1, 0))
         if not left_out:
             dA, dbias = chunk_gradients(
-                X, Y, W, through, shift, sq, sk, sg, sP, sM, (sds, sr, sl, sparking), lines,
-                gl.minimum(own.size - own.first, C), gate, NORM, RAW_GATE, BOUNDED, DEEP,
+                X, Y, W, through, shift, sq, sk, sg, sb, sP, sM, (sds, sr, sl, sparking), lines,
+                gl.minimum(own.size - own.first, C), gate, beta_top, NORM, RAW_GATE, RAW_BETA, BOUNDED, DEEP,
             )  # fmt: skip
             store_sums(item, results, dA, dbias)
             fence_async_shared()
@@ -368,11 +337,13 @@ def chunk_back(
             store_box(dq_desc, sq, end, own.size, own.first, item % HV * K)
             store_box(dk_desc, sk, end, own.size, own.first, item % HV * K)
             store_box(dg_desc, sg, end, own.size, own.first, item % HV * K)
+            if sb is not None:
+                store_box(db_desc, sb, end, own.size, own.first, item % HV * K)
         store_factors(factors, lines, scale, NORM)
         tma.store_wait(0)  # the copy engine has read the gradients
         barrier()  # all warps of the program: none asks earlier
         if chunk.item < items:
-            ask_keys(chunk, keys, KeyTiles(sq, sk, sg), full.index(1), of_keys, HV)
+            ask_keys(chunk, keys, KeyTiles(sq, sk, sg, sb), full.index(1), of_keys, HV)
         t += 1
 
 
@@ -385,14 +356,16 @@ def run_chunk_back(
     none."""
     p, x = c.p, c.x
     items, K = count_slots(p) * p.HV, p.K
-    *batches, heads = strides(x.q, x.k, x.g, do)
-    tiles = (r.U, chain.dU, r.R)
+    of_do, *batches, heads = strides(do, x.q, x.k, x.g, x.b)
+    R, L = (None, None) if p.channel_strength else (blocks(r.R, K), squares(ch.L))
+    values = (x.v, x.w) if p.channel_strength else (None, None)
     arguments = (
-        *(ragged(t, K) for t in (x.q, x.k, x.g, do)), *(blocks(t, K) for t in tiles), blocks(r.states, K, K),
-        blocks(chain.dstates, K, K), squares(ch.L), *(ragged(t, K) for t in (d.q, d.k, d.g)), d.q, d.k, d.v, d.g,
-        d.beta, d.A_log, d.dt_bias, deep.chunks if p.gate.bound is None else None, s.vectors, s.norms, x.A_log,
-        x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches, heads, p.scale, SHIFT.value - log2(state_unit(p)),
-        p.gate.bound or 0.0, p.beta_range,
+        *(ragged(t, K) for t in (x.q, x.k, x.g, x.b, do)), blocks(r.U, K), blocks(chain.dU, K), R,
+        blocks(r.states, K, K), blocks(chain.dstates, K, K), L, *(ragged(t, K) for t in (d.q, d.k, d.g, d.b)),
+        d.q, d.k, d.v, d.g, d.beta, d.b, d.w, d.A_log, d.dt_bias, deep.chunks if p.gate.bound is None else None,
+        s.vectors, s.norms, *values, x.A_log, x.dt_bias, x.cu_seqlens, p.N, p.T, items, *batches,
+        *strides(*values)[:2], of_do, heads, *(t and tokens(t)[:2] for t in values), p.scale,
+        SHIFT.value - log2(state_unit(p)), p.gate.bound or 0.0, p.beta_range,
     )  # fmt: skip
     programs = min(items, c.chip.processors)
     launch_rule(c, chunk_back, arguments, (programs, 1, 1), CHUNK_BACK, DEEP=rest, follows=True)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from flash_delta.kernels.hopper.channel.backward.gradients import run_chunk_back
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Channels, DeepChunks, Residual, Solved, StateGradients
@@ -16,6 +18,8 @@ def unsupported(p: Problem) -> str | None:
         return f"by hand they are found for as many key heads as value heads; there are {p.H} and {p.HV}"
     if p.gate.bound is not None and p.gate.bound < LOWEST:
         return f"by hand they are found with a lower_bound of {LOWEST:g} or more, it is {p.gate.bound:g}"
+    if p.channel_strength and p.gate.dtype == torch.float32:
+        return "by hand they are found with gates b and w if g is torch.bfloat16; it is torch.float32"
     return None
 
 
