@@ -146,8 +146,8 @@ def guard_erase(k: Tensor, b: Tensor, g: Tensor) -> Tensor:
 
     c is the largest number from 0 to 1 for which this follows from the least decay of the token's channels. It is 1
     where b satisfies it already. It is 0 in a token that keeps a channel whole: all channels then erase with m, as in
-    Kimi Delta Attention. The bound holds if m |k|^2 is from 0 to 2 and g is at most 0. Where no c satisfies it, c is 0.
-    Give b' to the op in the dtype that you get, since rounding could pass the bound.
+    Kimi Delta Attention. The bound holds if ``m |k|^2`` is from 0 to 2 and g is at most 0. Where no c satisfies it, c
+    is 0. Give b' to the op in the dtype that you get, since rounding could pass the bound.
 
     It is made of PyTorch's operations and has gradients for k, b and g. It changes the model: train with the guard that
     you will use.
