@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from prefill_truth import OPS, TOKENS, bounds, make_prefill, truth
+from prefill_truth import OPS, WITH_GATES, bounds, make_prefill, truth
 from serving_truth import coarser, slots, without_null
 
 from flash_delta.ops.serving import Convolution, OutputNorm
@@ -44,7 +44,9 @@ def run_prompts(kind, x, backend):
 
 def part_of(x, start, stop, **indices):
     """A call with some of the tokens, as one sequence."""
-    tokens = {name: x[name][:, start:stop] for name in TOKENS if name in x} | {"cu_seqlens": bounds([stop - start], x)}
+    tokens = {name: x[name][:, start:stop] for name in WITH_GATES if name in x} | {
+        "cu_seqlens": bounds([stop - start], x)
+    }
     norm = x["output_norm"]
     tokens["output_norm"] = norm and norm._replace(gate=norm.gate[:, start:stop])
     return x | tokens | {name: slots(values, x) for name, values in indices.items()}

@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 
-from prefill_truth import OPS, TOKENS, bounds
+from prefill_truth import OPS, WITH_GATES, bounds
 from prompt_truth import as_in_vllm, make_prompts
 from serving_truth import KINDS, slots
 from test_serving_step import make_step
@@ -47,7 +47,7 @@ def check_graph(op, static, other, want_x):
 def step(kind, T, shift):
     """Makes a step of eight rows, two of which are padding. Windows lie as in vLLM."""
     x, conv = make_step(kind, B=8, T=T, L=3, slots=48, **HEADS)
-    x |= {name: x[name].roll(shift, 0) for name in TOKENS if name in x}
+    x |= {name: x[name].roll(shift, 0) for name in WITH_GATES if name in x}
     table = torch.arange(8 * T, dtype=torch.int32, device="cuda").view(8, T).roll(shift, 0)
     table[[1 + shift, 4]] = 47
     read = torch.arange(8, dtype=torch.int32, device="cuda").roll(shift) + 36
@@ -66,7 +66,7 @@ def test_graph_of_steps(kind, T):
 
 def prompts(kind, lengths, shift):
     x = make_prompts(kind, (1000,), **HEADS, slots=24)
-    x |= {name: x[name].roll(shift, 1) for name in TOKENS if name in x} | {"cu_seqlens": bounds(lengths, x)}
+    x |= {name: x[name].roll(shift, 1) for name in WITH_GATES if name in x} | {"cu_seqlens": bounds(lengths, x)}
     x |= {"has_initial_state": slots([1, 0, 1, 1, 1, 1], x).bool()}
     for i, name in enumerate(("read_indices", "write_indices", "checkpoint_indices")):
         x[name] = torch.arange(6, device="cuda").roll(shift) + 6 * i

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from example_calls import example
 from hostile_bounds import HOSTILE, T, hostile, leave_unread
-from prefill_truth import OPS, TOKENS, bounds, check, make_prefill, run, sequence
+from prefill_truth import OPS, WITH_GATES, bounds, check, make_prefill, run, sequence
 from prompt_truth import check_resumed, make_prompts, on_cpu, prompts_truth, run_prompts
 from serving_truth import slots
 from test_hopper_pool import DEVICE, LENGTHS, allocated, allow_by_name, runs, take
@@ -67,7 +67,7 @@ def mixed(kind="kda-bounded", lengths=LENGTHS, **changes):
     table[3 % N][1] = -1
     x |= {"checkpoint_indices": slots(table, x, torch.int32), "checkpoint_every": 64}
     x["has_initial_state"] = slots([n % 3 != 2 for n in range(N)], x).bool()
-    for name in x.keys() & set(TOKENS):
+    for name in x.keys() & set(WITH_GATES):
         x[name][:, sum(lengths) :] = float("nan")
     return x
 
@@ -141,7 +141,7 @@ def test_a_sequence_alone_gives_its_bits(launched, kind):
         alone, alone_pool = run(kind, sequence(x, n), "hopper")
         assert torch.equal(alone, o[:, start:stop])
         assert torch.equal(alone_pool[7 + n], pool[7 + n])
-    rest = {name: x[name][:, 64:70] for name in TOKENS if name in x}
+    rest = {name: x[name][:, 64:70] for name in WITH_GATES if name in x}
     rest = sequence(x, 0) | rest | {"cu_seqlens": bounds([6], x)}
     rest |= {"state_pool": pool, "read_indices": slots([16], x), "has_initial_state": None}
     o_rest, after = run(kind, rest | {"checkpoint_indices": None, "checkpoint_every": None}, "hopper")

@@ -36,7 +36,7 @@ def mixed(kind, lengths=(700, 1, 0, 130, 16, 64, 0, 0), **changes):
     x |= {"checkpoint_indices": slots(table, x, torch.int32), "checkpoint_every": 128}
     x["has_initial_state"] = slots([1, 1, 0, 0, 1, 0, 1, 1], x).bool()
     x["read_indices"][-2:] = x["write_indices"][-2:] = -1
-    for name in x.keys() & set(TOKENS):
+    for name in TOKENS:
         x[name][:, sum(lengths) :] = float("nan")
     return x
 

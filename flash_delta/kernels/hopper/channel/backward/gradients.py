@@ -59,11 +59,11 @@ from flash_delta.kernels.hopper.channel.backward.blocks import (
 from flash_delta.kernels.hopper.channel.backward.chunk import chunk_gradients
 from flash_delta.kernels.hopper.channel.backward.results import (
     Results,
-    load_values,
     of_rows,
     store_nothing,
     store_sums,
     store_values,
+    take_values,
 )
 from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_load, tma_store
 from flash_delta.kernels.hopper.device.layouts import BOX, FLOAT_BOX, FLOATS, RAGGED, TILE, C
@@ -295,7 +295,7 @@ def chunk_back(
         sl, sq, sk, sg = sl1.index(n), sq1.index(n), sk1.index(n), sg1.index(n)
         sb, given = None, None
         if sb1 is not None:
-            sb, given = sb1.index(n), load_values(gated, chunk, HV)
+            sb, given = sb1.index(n), take_values(gated, chunk, HV)
         square, wide = gl.zeros([C, C], gl.float32, SQUARE), gl.zeros([K, C], gl.float32, WIDE)
         mbarrier.wait(full.index(0), t & 1)  # signalled by the copy engine: the tiles of the products are there
         barrier()  # all warps of the program: lines are there

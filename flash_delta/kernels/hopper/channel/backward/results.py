@@ -55,7 +55,7 @@ def of_rows(lines, n: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def load_values(values, chunk, HV):
+def take_values(values, chunk, HV):
     """v and w of a chunk as given. ``values``: their addresses, the tokens between batch rows, and the strides between
     tokens and heads."""
     v, w, v_batch, w_batch, v_strides, w_strides = values
