@@ -22,7 +22,7 @@ def packed(x, lengths, behind=0):
         return torch.cat([rows, rows.new_full((behind, *rows.shape[1:]), float("nan"))]).unsqueeze(0)
 
     norm = x["output_norm"]._replace(gate=pack(x["output_norm"].gate))
-    return x | {name: pack(x[name]) for name in TOKENS} | {"cu_seqlens": bounds, "output_norm": norm}
+    return x | {name: pack(x[name]) for name in x.keys() & {*TOKENS, "b", "w"}} | {"cu_seqlens": bounds, "output_norm": norm}
 
 
 def padded(o, lengths):
@@ -43,7 +43,7 @@ FORMS = ["last", "each", "tree", "counted", "rows"]
 
 @backends
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["gdn-raw", "kda-bounded"])
+@pytest.mark.parametrize("kind", ["gdn-raw", "kda-bounded", "gdn2-raw"])
 def test_a_row_gives_the_bits_of_a_padded_call(kind, form, backend):
     """In o, states and windows; with each form of the indices. Tokens after the last row give zeros."""
     pool = torch.bfloat16 if kind == "gdn-raw" else torch.float32

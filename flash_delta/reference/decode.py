@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 from flash_delta.reference.around import convolve, normalize
 from flash_delta.reference.step import Token, activated, advance
+from flash_delta.reference.tokens import PER_TOKEN
 
 ALIGNMENT = 64  # of new tensors, in bytes
 
@@ -50,7 +51,7 @@ def decode_packed(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tens
     def by_rows(t: Tensor | None) -> Tensor | None:
         return None if t is None else t[0, at]
 
-    x = x._replace(**{name: by_rows(getattr(x, name)) for name in ("q", "k", "v", "g", "beta")})
+    x = x._replace(**{name: by_rows(getattr(x, name)) for name in PER_TOKEN})
     around = around._replace(norm_gate=by_rows(around.norm_gate))
     padded = problem._replace(B=problem.N, T=T, packed=False)
     out = o.new_zeros(problem.N, T, problem.HV, problem.V)
