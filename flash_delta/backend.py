@@ -90,9 +90,12 @@ class Backend(Protocol):
         """Runs one token or a draft of every row, on a pool of states that is written in place. Returns
         ``o [B, T, HV, V]``, contiguous, in ``problem.dtype``, or ``slots.out`` if there is one. An index outside of the
         pool, or ``problem.pools.null_slot``, reads zeros and writes nothing. If there is a ``slots.write_pool``, that
-        pool is written and the other one only read. With ``most_tokens`` of ``problem.pools`` rows are packed and have
-        different lengths. With its ``taps`` a short convolution comes before the rule. With its ``eps`` a gated norm
-        comes after it, of o before or after its rounding."""
+        pool is written and the other one only read. With ``most_tokens`` of ``problem.pools`` rows are packed, with
+        ``taps`` a short convolution comes before the rule, with ``eps`` a gated norm of o (rounded or not) after it,
+        and with ``records`` tokens leave no states, but records (:class:`flash_delta.ops.serving.Ring`)."""
+
+    def commit(self, problem: Problem, inputs: Inputs, slots: Slots, known: KnownCall | None = None) -> None:
+        """Applies records to the states of all layers. Their k, u and decays are ``inputs.k``, ``.v`` and ``.g``."""
 
     def prefill(
         self, problem: Problem, inputs: Inputs, slots: Slots, around: Around, known: KnownCall | None = None
@@ -232,8 +235,7 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-# PyTorch's own operations, which autograd and compilers can follow.
-IN_TORCH = f"{PACKAGE}.reference.elementwise"
+IN_TORCH = f"{PACKAGE}.reference.elementwise"  # PyTorch's own operations, which autograd and compilers can follow
 
 
 def is_seen_through(name: str) -> bool:
@@ -242,9 +244,7 @@ def is_seen_through(name: str) -> bool:
 
 
 _kernels, _elementwise = f"{PACKAGE}.kernels", f"{PACKAGE}.kernels.triton.elementwise.backend"
-register(
-    "triton", f"{_kernels}.triton.backend", _elementwise, takes_cpu=lambda: bool(os.environ.get("TRITON_INTERPRET"))
-)
+register("triton", f"{_kernels}.triton.backend", _elementwise, takes_cpu=lambda: "TRITON_INTERPRET" in os.environ)
 register("hopper", f"{_kernels}.hopper.backend", _elementwise)
 TORCH = "torch"  # PyTorch's own operations
 register(TORCH, f"{PACKAGE}.reference.backend", IN_TORCH, takes_cpu=lambda: True)

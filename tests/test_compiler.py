@@ -252,18 +252,26 @@ def computed(case, *choice, counted=True, written=True):
 
 
 def tiles_of_decode():
-    """What `decode` computes with the tile for few rows and with that for many, but not for how many columns."""
-    from flash_delta.kernels.triton.tiles import DECODE, FEW
+    """What `decode` computes with the tile for few rows and with that for many, but not for how many columns. Then the
+    same of drafts that leave records, which first apply those of others."""
+    from flash_delta.kernels.triton.tiles import DECODE, FEW, RECORDS
     from workshop.gate.cases import serving
 
     groups = []
     for dtype, tokens in product((torch.float32, torch.bfloat16), (1, 4)):
-        tiles = FEW[dtype.itemsize], DECODE[True, dtype.itemsize][1]
-        found = [computed(serving.Decoding(dtype=dtype, tokens=tokens), t)[0] for t in tiles]
-        groups.append([
-            [re.sub(rf"<{t.BV}x", "<BVx", line) for line in lines] for t, lines in zip(tiles, found, strict=True)
-        ])  # fmt: skip
+        for records in (False, True):
+            tiles = RECORDS if records else (FEW[dtype.itemsize], DECODE[True, dtype.itemsize][1])
+            case = serving.Decoding(dtype=dtype, tokens=tokens, records=records)
+            lines = [[of_columns(t, line) for line in computed(case, t)[0] if "arith.extf" not in line] for t in tiles]
+            groups.append(lines)
     return groups
+
+
+def of_columns(t, line):
+    """The line without how many value columns a program has. Of an operation number by number also without how these
+    lie in threads."""
+    line = re.sub(rf"(?<=[<x]){t.BV}(?=x)", "BV", line)
+    return line.split(",#ttg")[0].rstrip(",>") if line.startswith("=") else line
 
 
 def variants_of_offsets():
@@ -323,10 +331,13 @@ def test_variants_of_decoding_compute_the_same(process):
 
 @needs_triton
 def test_tiles_of_decoding_compute_the_same(process):
-    """A row has the same bits beside any number of rows."""
-    for few, usual in process.submit(tiles_of_decode).result():
+    """A row has the same bits beside any number of rows. Its tokens have the same bits if they leave records."""
+    found = process.submit(tiles_of_decode).result()
+    for few, usual in found:
         assert len(few) > 20
         assert few == usual
+    for (plain, _), (recorded, _) in zip(found[::2], found[1::2], strict=True):
+        assert recorded[-len(plain) :] == plain
 
 
 @needs_triton

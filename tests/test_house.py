@@ -74,7 +74,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 39_441, "workshop": 6_093, "tests": 34_407}
+LINES = {"flash_delta": 40_219, "workshop": 6_134, "tests": 34_772}
 
 
 def room(path: Path) -> str:
@@ -409,7 +409,7 @@ def test_contributing_is_short():
 
 CALLERS = {
     *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "do", "initial_state", "dfinal"),
-    *("cu_seqlens", "read_indices", "gate", "weight"),
+    *("cu_seqlens", "read_indices", "write_indices", "ring", "source", "gate", "weight"),
 }
 POINTER = {"find_chunk": 1, "bounds": 1}  # which argument is one; of the other readers, the first
 

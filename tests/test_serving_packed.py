@@ -22,7 +22,8 @@ def packed(x, lengths, behind=0):
         return torch.cat([rows, rows.new_full((behind, *rows.shape[1:]), float("nan"))]).unsqueeze(0)
 
     norm = x["output_norm"]._replace(gate=pack(x["output_norm"].gate))
-    return x | {name: pack(x[name]) for name in x.keys() & {*TOKENS, "b", "w"}} | {"cu_seqlens": bounds, "output_norm": norm}
+    x = x | {name: pack(x[name]) for name in x.keys() & {*TOKENS, "b", "w"}}
+    return x | {"cu_seqlens": bounds, "output_norm": norm}
 
 
 def padded(o, lengths):

@@ -51,4 +51,5 @@ class Pools(NamedTuple):
     taps: Compiled[int] = 0  # taps of the short convolution before the rule; 0: no convolution
     window: Compiled[int] = 0  # how many inputs of a channel a window in the convolution's pool holds
     most_tokens: int = 0  # decoding of packed rows: rows with more tokens are padding; 0: rows are not packed
+    records: int = 0  # decoding: tokens leave records, so many to a page, and no states; 0: they leave states
     checkpoint_offsets: bool = False  # prefill: each sequence has one checkpoint, at its own offset

@@ -116,6 +116,14 @@ class Slots(NamedTuple):
     checkpoint_offsets: Tensor | None = None  # for the states after so many tokens, [N]; out of range: for none
     out: Tensor | None = None  # [B, T, HV, V] in Problem.dtype, without gaps; None: new memory
     write_pool: Tensor | None = None  # where states go instead: slots, or [rows, S, HV, ..] with token t's at [row, t]
+    # A ring of records: pages of S tokens, with what each did to the state. S_t = decay_t S_{t-1} + k_t u_t^T. With
+    # it write_indices [B] are for the states after the records that are read, and no token writes a state.
+    ring_k: Tensor | None = None  # [pages, S, H, K]
+    ring_u: Tensor | None = None  # [pages, S, HV, V]
+    ring_decay: Tensor | None = None  # [pages, S, HV], or [pages, S, HV, K] with a decay per channel
+    ring_write: Tensor | None = None  # [B]: the pages that the call writes
+    ring_read: Tensor | None = None  # [B]: the pages whose records it applies to states first,
+    ring_counts: Tensor | None = None  # [B]: and how many of them, in 0 .. S
 
 
 class Around(NamedTuple):

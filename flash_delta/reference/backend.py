@@ -7,9 +7,21 @@ from flash_delta.problem import Problem
 from flash_delta.reference.alone import backward, forward
 from flash_delta.reference.decode import decode
 from flash_delta.reference.prefill import prefill
+from flash_delta.reference.ring import commit
 from flash_delta.reference.step import step
 
-__all__ = ["backward", "decode", "forward", "plans_on_host", "preference", "prefill", "remark", "step", "unsupported"]
+__all__ = [
+    "backward",
+    "commit",
+    "decode",
+    "forward",
+    "plans_on_host",
+    "preference",
+    "prefill",
+    "remark",
+    "step",
+    "unsupported",
+]
 
 plans_on_host = True
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from flash_delta.problem import Around, Inputs, KnownCall, Problem, Slots
 from flash_delta.reference.around import convolve, normalize
-from flash_delta.reference.step import Token, activated, advance
+from flash_delta.reference.ring import Ring, plan_pages
+from flash_delta.reference.slots import Use, is_slot, refuse_shared, slots_read
+from flash_delta.reference.step import Token, activated, read, write
 from flash_delta.reference.tokens import PER_TOKEN
 
 ALIGNMENT = 64  # of new tensors, in bytes
@@ -35,14 +37,19 @@ def decode(problem: Problem, x: Inputs, s: Slots, around: Around, known: KnownCa
     """``o [B, T, HV, V]``, or ``[1, total, HV, V]`` for packed rows. The pools are written in place."""
     most = problem.pools.most_tokens
     lengths = [n if n <= most else 0 for n in problem.lengths] if problem.packed else [problem.T] * problem.B
-    rows = plan_rows(problem, s, lengths)  # a refusal comes before anything is written
+    rows, ring = plan_rows(problem, s, lengths), None  # a refusal comes before anything is written
+    if s.ring_k is not None:
+        pages = plan_pages(problem, s, [*rows])
+        rows, ring = {b: rows[b] for b in pages}, Ring(problem, s, pages)
     o = zeros_of(problem, s)
     if rows:
-        (decode_packed if problem.packed else decode_rows)(problem, x, s, around, o, rows)
+        (decode_packed if problem.packed else decode_rows)(problem, x, s, around, o, rows, ring)
     return o
 
 
-def decode_packed(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor, rows: dict[int, Row]) -> None:
+def decode_packed(
+    problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor, rows: dict[int, Row], ring: Ring | None
+) -> None:  # fmt: skip
     """Runs packed rows as rows of equal length, whose last tokens are padding."""
     starts, T = [0, *accumulate(problem.lengths)][:-1], max(problem.lengths[b] for b in rows)
     first, step = (torch.tensor(of, device=problem.device) for of in (starts, range(T)))
@@ -55,15 +62,17 @@ def decode_packed(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tens
     around = around._replace(norm_gate=by_rows(around.norm_gate))
     padded = problem._replace(B=problem.N, T=T, packed=False)
     out = o.new_zeros(problem.N, T, problem.HV, problem.V)
-    decode_rows(padded, x, s, around, out, rows)
+    decode_rows(padded, x, s, around, out, rows, ring)
     for b in rows:
         length = problem.lengths[b]
         o[0, starts[b] : starts[b] + length] = out[b, :length]
 
 
-def decode_rows(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor, rows: dict[int, Row]) -> None:
+def decode_rows(
+    problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor, rows: dict[int, Row], ring: Ring | None
+) -> None:  # fmt: skip
     """Runs rows and writes to ``o``, which holds zeros."""
-    states = States(problem, s, rows)
+    states = States(problem, s, rows) if ring is None else StatesOfRecords(problem, s, rows, ring)
     windows = None if around.conv_pool is None else Windows(problem, s, around, rows)
     for t in range(problem.T):
         live = {b: row for b, row in rows.items() if t in row.parents}
@@ -73,8 +82,11 @@ def decode_rows(problem: Problem, x: Inputs, s: Slots, around: Around, o: Tensor
         out = o[:, t] if around.norm_gate is None else torch.zeros_like(o[:, t], dtype=problem.accumulate)  # [B, HV, V]
         for b, row in live.items():
             before, S = states.around(b, row, t)
-            out[b] = advance(problem, heads[b], before, S).squeeze(1)
+            u = write(problem, heads[b], before, S)
+            out[b] = read(problem, heads[b], S).squeeze(1)
             states.keep(b, row, t, S)
+            if ring is not None:
+                ring.store(b, t, heads[b], u)
         if around.norm_gate is not None:
             o[list(live), t] = normalize(problem, out, around.norm_gate[:, t], around)[list(live)].to(o.dtype)
 
@@ -89,12 +101,6 @@ def zeros_of(problem: Problem, s: Slots) -> Tensor:
 def written(s: Slots) -> Tensor:
     """The pool where states are written."""
     return s.state_pool if s.write_pool is None else s.write_pool
-
-
-def is_slot(problem: Problem, s: Slots, index: int | Tensor, pool: Tensor | None = None) -> bool | Tensor:
-    """Whether ``index`` is a slot of ``pool``, or of the pool that is read if ``pool`` is None."""
-    slots = len(s.state_pool if pool is None else pool)
-    return (index >= 0) & (index < slots) & (index != problem.pools.null_slot)
 
 
 def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
@@ -123,42 +129,11 @@ def plan_rows(problem: Problem, s: Slots, lengths: list[int]) -> dict[int, Row]:
         for b, row in rows.items()
     ]
     refuse_shared(problem.op, uses)
-    if problem.pools.rolling and write is not None:  # a row has one window, in the first of the slots that it may read
+    if problem.pools.rolling and (
+        write is not None or s.ring_k is not None
+    ):  # a row has one window, in the first of the slots that it may read
         refuse_shared(problem.op, [Use(b, None, [(row.window, "read_indices")]) for b, row in rows.items()])
     return rows
-
-
-class Use(NamedTuple):
-    """The slots of the written pool that a row or a sequence uses."""
-
-    row: int
-    read: int | None
-    written: list[tuple[int, str]]  # each with the argument that names it
-
-
-def refuse_shared(op: str, uses: list[Use]) -> None:
-    """Raises ValueError if a slot is written twice, or written by one row and read by another."""
-    owners: dict[int, tuple[int, str]] = {}
-    for use in uses:
-        for slot, name in use.written:
-            if slot in owners:
-                raise ValueError(f"{op}: {name}: expected different slots, got slot {slot} twice")
-            owners[slot] = use.row, name
-    for use in uses:
-        row, name = owners.get(use.read, (use.row, ""))
-        if row != use.row:
-            got = f"slot {use.read}, which row {use.row} reads and row {row} writes"
-            raise ValueError(f"{op}: {name}: expected slots that no other row reads, got {got}")
-
-
-def slots_read(s: Slots) -> list[tuple[list[int], int]]:
-    """Returns for every row its slots, and the column of the slot that it reads. If the count is out of range, the slot
-    is -1."""
-    read = s.read_indices.tolist()
-    if s.num_accepted_tokens is None:
-        return [([slot], 0) for slot in read]
-    counts = s.num_accepted_tokens.tolist()
-    return [(row, n - 1) if 0 < n <= len(row) else ([-1], 0) for row, n in zip(read, counts, strict=True)]
 
 
 def by_row(problem: Problem, token: Token) -> list[Token]:
@@ -202,6 +177,20 @@ class States:
             self.slots(place(self.pool, row.writes[t], t, 3))[:] = S
 
 
+class StatesOfRecords(States):
+    """States that only records lead to: a row's first one comes from the records that it reads, and none after a token
+    is written."""
+
+    def __init__(self, problem: Problem, s: Slots, rows: dict[int, Row], ring: Ring):
+        super().__init__(problem, s, rows)
+        for b, row in rows.items():
+            state = ring.applied(b, self.after[b][-1])
+            self.after[b] = {-1: state}
+            for slot in row.writes.values():
+                self.slots(self.pool)[slot] = state
+            row.writes.clear()
+
+
 def place(pool: Tensor, slot: int, t: int, axes: int) -> Tensor:
     """The place of token t's state or window in a pool. ``axes``: how many axes the state or window has."""
     return pool[slot] if pool.dim() == axes + 1 else pool[slot, t]
@@ -211,7 +200,8 @@ class Windows:
     """The last inputs of the short convolution, ``[B, D, L]`` for all rows. Padding rows have arbitrary ones."""
 
     def __init__(self, problem: Problem, s: Slots, around: Around, rows: dict[int, Row]):
-        self.problem, self.around, self.written = problem, around, s.write_indices is not None
+        self.problem, self.around = problem, around
+        self.written = s.write_indices is not None or s.ring_k is not None
         found = [(rows[b].window, rows[b].column) if b in rows else (0, 0) for b in range(problem.B)]
         first = around.conv_pool[[slot for slot, _ in found]]
         if problem.pools.rolling:

@@ -16,7 +16,8 @@ from torch import Tensor
 from flash_delta.problem import SHORT, Around, Inputs, KnownCall, Outputs, Problem, Slots
 from flash_delta.reference.around import convolve_prompt, in_heads, normalize
 from flash_delta.reference.chunked import forward
-from flash_delta.reference.decode import Use, is_slot, refuse_shared, zeros_of
+from flash_delta.reference.decode import zeros_of
+from flash_delta.reference.slots import Use, is_slot, refuse_shared
 from flash_delta.reference.step import step
 from flash_delta.reference.tokens import PER_TOKEN
 

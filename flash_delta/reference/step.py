@@ -71,8 +71,19 @@ def activated(problem: Problem, x: Inputs, t: int, rows: Tensor | None = None) -
 
 
 def advance(problem: Problem, x: Token, before: Tensor, S: Tensor) -> Tensor:
-    """Writes the state after ``before`` to ``S [n HV, K, V]`` and returns ``o [n HV, 1, V]``. S may be ``before``
-    itself, and without a decay it has to be."""
+    """Runs `write`, and returns ``o [n HV, 1, V]``."""
+    write(problem, x, before, S)
+    return read(problem, x, S)
+
+
+def read(problem: Problem, x: Token, S: Tensor) -> Tensor:
+    """``scale q S``. With beta = 0, v is not read."""
+    return torch.baddbmm(x.v, x.q, S, beta=0, alpha=problem.scale)
+
+
+def write(problem: Problem, x: Token, before: Tensor, S: Tensor) -> Tensor:
+    """Writes the state after ``before`` to ``S [n HV, K, V]`` and returns ``u [n HV, 1, V]``: what k has added. S may
+    be ``before`` itself, and without a decay it has to be."""
     u = x.v
     if problem.erase == "undecayed":
         u = torch.baddbmm(u, x.p, before, alpha=-1)
@@ -83,7 +94,13 @@ def advance(problem: Problem, x: Token, before: Tensor, S: Tensor) -> Tensor:
     if x.b is not None:
         u = u * x.b
     S.addcmul_(x.k.mT, u)  # baddbmm_ takes 1.3 to 10 times as long (docs/notes)
-    return torch.baddbmm(u, x.q, S, beta=0, alpha=problem.scale)  # scale q S; with beta = 0, u is not read
+    return u
+
+
+def replay(before: Tensor, decay: Tensor, k: Tensor, u: Tensor, S: Tensor) -> None:
+    """Writes the state after a token to S, from what `write` has used and returned."""
+    torch.mul(before, decay, out=S)
+    S.addcmul_(k.mT, u)
 
 
 def at(x: Tensor, t: int, rows: Tensor | None) -> Tensor:

@@ -130,6 +130,11 @@ def decode(p: Problem, x: Inputs, s: Slots, around: Around, known: KnownCall | N
     return run(serving.rows.plan_decode, p, x, s, around, choose=by_sizes, known=known)[0]
 
 
+def commit(p: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> None:
+    """Applies records to states. The pool is written in place."""
+    run(serving.ring.plan_commit, p, x, s, choose=by_sizes, known=known)
+
+
 def step(p: Problem, x: Inputs, known: KnownCall | None = None) -> Outputs:
     """Runs token by token."""
     if known is not None:

@@ -186,12 +186,12 @@ DECODE = {
     (False, 4): (Tile(2, 1, 32), Tile(4, 1, 64), Tile(4, 1, 64)),
     (False, 2): (Tile(1, 1, 32), Tile(2, 1, 64), Tile(4, 1, 64)),
 }
-# For one token, with values first and K from 65 to 128 in float32. With so many registers per thread, 32 programs share
-# a multiprocessor of Hopper instead of 28. 32 is the most that it allows. With several tokens the kernel would spill.
-ONE_TOKEN_REGISTERS = 64
 # For few rows with a decay per head, K from 65 to 128 and V over 64. Programs are smaller, so that all run at once. By
 # the bytes of a number in the pool; and the most columns per multiprocessor for which this holds.
 FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(1, 1, 8)}, 128
+# For drafts that leave records, with values first and K up to 128: with few rows, and with more. Measured on an H200
+# with a width of 128: wide programs share more of what a token takes besides the state.
+RECORDS = Tile(1, 1, 8), Tile(1, 1, 32)
 
 
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
@@ -199,13 +199,20 @@ def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     tile, since a tile of few rows has as many warps as a wider one, and its sums go over the same threads."""
     size = max(p.pools.dtype.itemsize, (p.pools.write_dtype or p.pools.dtype).itemsize)
     usual = DECODE[p.state_v_first, size][(p.K > 64) + (p.K > 128)]
-    usual_heads, one_token = p.state_v_first and 64 < p.K <= 128, p.T == 1 and not p.packed
-    if usual_heads and one_token and size == 4 and family(chip.target) == "sm_90":
-        usual = usual._replace(registers=ONE_TOKEN_REGISTERS)
-    if p.gate.kind == "channel" or not usual_heads or p.V <= 64:
+    if p.gate.kind == "channel" or not (p.state_v_first and 64 < p.K <= 128) or p.V <= 64:
         return (usual,)
-    few = (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS * chip.processors
-    return (FEW[size], usual) if every else (FEW[size] if few else usual,)
+    return (FEW[size], usual) if every else (FEW[size] if _are_few(p, chip) else usual,)
+
+
+def record_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
+    """The tiles of drafts that leave records, as `decode_tiles`."""
+    if not p.state_v_first or p.K > 128:
+        return decode_tiles(p, chip, every)
+    return RECORDS if every else (RECORDS[0] if _are_few(p, chip) else RECORDS[1],)
+
+
+def _are_few(p: Problem, chip: Chip) -> bool:
+    return (p.N if p.packed else p.B) * p.HV * p.V <= FEW_COLUMNS * chip.processors
 
 
 def tile(kernel: str, p: Problem, chip: Chip) -> Tile:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from flash_delta.ops._check import rule
 from flash_delta.ops._check.options import Options, PoolOptions, cast, refuse
+from flash_delta.ops._check.pool import check_pool, is_plain
+from flash_delta.ops._check.ring import check_ring
 from flash_delta.ops._check.rule import INDEX_DTYPES, check_kind, check_shape
 from flash_delta.ops._transforms import is_traced
 from flash_delta.ops.serving.around import NAMES, check_around
@@ -29,7 +31,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         if (t := getattr(x, name)) is not None:
             _check_strides(op, name, t)
     check_shape(op, "state_pool", s.state_pool, "slots", *p.state_shape[1:])
-    _check_pool(p, "state_pool", s.state_pool)
+    check_pool(p, "state_pool", s.state_pool)
     if p.recurrent:
         most = _check_rows(p, s)
         _check_write_pool(p, s, most)
@@ -39,6 +41,8 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         _check_prompts(p, given)
     p = p._replace(pools=_pools_of(given, s, most if p.packed else 0), needs_grad=False)
     _check_indices(p, s)
+    if s.ring_k is not None:
+        check_ring(p, s, most)
     if s.out is not None:
         _check_out(p, s.out)
     check_around(p, s, around)
@@ -46,7 +50,7 @@ def describe(x: Inputs, s: Slots, around: Around, options: Options) -> Problem:
         _check_apart(p.op, s.out, _named((x, s._replace(out=None), around)))
     for name, pool in zip(POOLS, (around.conv_pool, around.conv_write_pool), strict=True):
         if pool is not None:
-            _check_pool(p, name, pool)
+            check_pool(p, name, pool)
     if around.norm_gate is not None:
         _check_strides(op, "output_norm.gate", around.norm_gate)
     taps, window = (0, 0) if around.conv_pool is None else (around.conv_weight.shape[1], around.conv_pool.shape[2])
@@ -60,8 +64,8 @@ def _pools_of(given: PoolOptions, s: Slots, most_tokens: int) -> Pools:
     target = None if s.write_pool is None else s.write_pool.dtype
     of_caller = given._replace(null_slot=null, checkpoint_every=given.checkpoint_every or 0)
     return Pools(
-        *of_caller, s.state_pool.dtype, target, _is_plain(s.state_pool), most_tokens=most_tokens,
-        checkpoint_offsets=s.checkpoint_offsets is not None,
+        *of_caller, s.state_pool.dtype, target, is_plain(s.state_pool), most_tokens=most_tokens,
+        checkpoint_offsets=s.checkpoint_offsets is not None, records=_room(s),
     )  # fmt: skip
 
 
@@ -86,33 +90,10 @@ def _check_strides(op: str, name: str, t: Tensor) -> None:
         refuse(op, name, "tokens less than 2^31 numbers apart (2^35 in steps of 16)", f"strides {list(t.stride())}")
 
 
-def _check_pool(p: Problem, name: str, pool: Tensor) -> None:
-    """Check a pool, except its shape."""
-    check_kind(p.op, name, pool, p.device)
-    axes = list(zip(pool.shape, pool.stride(), strict=True))
-    if any(size > 1 and stride == 0 for size, stride in axes):
-        refuse(p.op, name, "no stride of 0, since the call writes to each slot", f"strides {list(pool.stride())}")
-    if sum((size - 1) * stride for size, stride in axes[1:]) >= 2**31:
-        refuse(p.op, name, "every slot to span fewer than 2^31 numbers", f"strides {list(pool.stride())}")
-
-
-def _is_plain(pool: Tensor) -> bool:
-    """Whether a copy engine can describe it."""
-    (slots, *sizes), (apart, *strides) = pool.shape, pool.stride()
-    expected = 1  # as torch does, ignore the stride of an axis of size 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    apart = 0 if slots == 1 else apart * pool.element_size()
-    begins = 0 if is_traced(pool) else pool.data_ptr()
-    return slots > 0 and apart % 16 == 0 and begins % 16 == 0
-
-
 def _check_rows(p: Problem, s: Slots) -> int:
     """Check the shapes of the rows' indices. Returns how many tokens a row may have."""
     op, B, T = p.op, p.N, _most_tokens(p, s)
-    if s.num_accepted_tokens is None:
+    if s.num_accepted_tokens is None or s.ring_k is not None:  # with a ring the count says where a window starts
         check_shape(op, "read_indices", s.read_indices, B)
     else:  # it chooses one of W columns
         check_shape(op, "read_indices", s.read_indices, B, "W")
@@ -139,7 +120,14 @@ def _most_tokens(p: Problem, s: Slots) -> int:
             if not 1 <= table.shape[1] <= MOST_TOKENS:
                 refuse(p.op, name, f"columns for 1 to {MOST_TOKENS} tokens (axis 1)", table.shape[1])
             return table.shape[1]
+    if s.ring_k is not None:
+        return max(1, min(MOST_TOKENS, _room(s)))
     return max(1, min(MOST_TOKENS, s.write_pool.shape[1])) if _has_rows(s) else MOST_TOKENS
+
+
+def _room(s: Slots) -> int:
+    """The records in a page of the ring; 0 without a ring."""
+    return s.ring_k.shape[1] if isinstance(s.ring_k, Tensor) and s.ring_k.ndim == 4 else 0
 
 
 def _is_table(t: Tensor | None) -> bool:
@@ -156,7 +144,7 @@ def _check_write_pool(p: Problem, s: Slots, T: int) -> None:
         return
     op, rows, write = p.op, _has_rows(s), s.write_indices
     check_shape(op, "write_pool", s.write_pool, *(("rows", "S") if rows else ("slots",)), *p.state_shape[1:])
-    _check_pool(p, "write_pool", s.write_pool)
+    check_pool(p, "write_pool", s.write_pool)
     if rows and s.write_pool.shape[1] < T:
         refuse(op, "write_pool", f"room for {T} tokens (axis 1)", s.write_pool.shape[1])
     if write is None or (rows and write.dim() == 2):
@@ -189,8 +177,14 @@ def _check_prompts(p: Problem, given: PoolOptions) -> None:
 def _check_indices(p: Problem, s: Slots) -> None:
     """Checks of indices that all serving calls share."""
     for name, t in s._asdict().items():
-        if t is not None and name not in ("state_pool", "write_pool", "out"):
-            check_kind(p.op, name, t, p.device, (torch.bool,) if name == "has_initial_state" else INDEX_DTYPES)
+        if t is not None and name not in ("state_pool", "write_pool", "out", "ring_k", "ring_u", "ring_decay"):
+            check_kind(
+                p.op,
+                name.replace("ring_", "ring."),
+                t,
+                p.device,
+                (torch.bool,) if name == "has_initial_state" else INDEX_DTYPES,
+            )
 
 
 def _check_out(p: Problem, out: Tensor) -> None:

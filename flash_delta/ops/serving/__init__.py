@@ -6,11 +6,14 @@ from flash_delta.ops.serving.gdn2 import decode_gdn2, prefill_gdn2
 from flash_delta.ops.serving.memory import workspace_bytes
 from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
 from flash_delta.ops.serving.product import decode_gated_delta_product, prefill_gated_delta_product
+from flash_delta.ops.serving.ring import Ring, commit
 from flash_delta.ops.serving.warmup import warmup
 
 __all__ = [
     "Convolution",
     "OutputNorm",
+    "Ring",
+    "commit",
     "decode_gated_delta_product",
     "decode_gated_delta_rule",
     "decode_gdn2",

@@ -65,5 +65,5 @@ def _serve(x: Tensors, s: Slots, around: Around, options: Chosen, backend: str |
     _run_known(Inputs(*x[:5], None, None, *x[5:]), s, options, (backend, *options), around)
 
 
-WRITTEN = ("state_pool", "write_pool", "out", "conv_pool", "conv_write_pool")
+WRITTEN = ("state_pool", "write_pool", "out", "ring_k", "ring_u", "ring_decay", "conv_pool", "conv_write_pool")
 operator = define("serve", _serve, lambda *_: None, writes=WRITTEN)

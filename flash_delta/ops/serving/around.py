@@ -142,6 +142,8 @@ def _check_convolution(p: Problem, s: Slots, around: Around) -> None:
     check_shape(op, "convolution.weight", weight, D, "W")
     check_shape(op, "convolution.pool", pool, len(s.state_pool), D, "L")
     W, L = weight.shape[1], pool.shape[2]
+    if p.pools.records and not p.pools.rolling:
+        refuse(op, "convolution.rolling", "True with a ring, since no token has a slot for a window", p.pools.rolling)
     if p.pools.rolling:
         _check_rolling(p, s, W, L)
     elif not 1 <= W <= MOST_TAPS:
@@ -167,7 +169,7 @@ def _check_convolution(p: Problem, s: Slots, around: Around) -> None:
 def _check_rolling(p: Problem, s: Slots, W: int, L: int) -> None:
     if not 2 <= W <= MOST_TAPS:
         refuse(p.op, "convolution.weight", f"2 to {MOST_TAPS} taps (axis 1) with rolling=True", W)
-    columns = 1 if s.num_accepted_tokens is None else s.read_indices.shape[1]
+    columns = 1 if s.num_accepted_tokens is None else p.pools.records or s.read_indices.shape[1]
     tokens = (p.pools.most_tokens or p.T) if p.recurrent else 1  # a prompt leaves its last W - 1 inputs
     least = W - 2 + max(tokens, columns)
     if least > L:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from flash_delta.ops.serving._run import run
 from flash_delta.ops.serving.around import Convolution, OutputNorm, around_of
+from flash_delta.ops.serving.ring import Ring, ring_of
 from flash_delta.problem import Inputs, Slots
 
 
@@ -33,6 +34,7 @@ def decode_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     *,
     state_v_first: bool,
+    ring: Ring | None = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Decode, or verify drafts: T new tokens for each of B sequences whose states lie in a pool. For inference only.
@@ -104,6 +106,11 @@ def decode_gated_delta_rule(
             ``write_indices [B, T]`` or ``parent_idx [B, T]``. Without these tables T is 16, or S of a ``write_pool`` if
             S is less. A row of more than T tokens is padding. A row gives the same bits as in a call with T tokens in
             every row. Tokens after the last bound give zeros. Default None: every row has T tokens.
+        ring: records instead of states (:class:`flash_delta.ops.serving.Ring`). The call writes the records of its
+            tokens. If the ring has ``read`` and ``counts``, it first applies the records that they name, and
+            ``write_indices [B]`` are for the states after those. Without them ``write_indices`` is None, and no state
+            changes. ``read_indices`` is ``[B]``. ``num_accepted_tokens`` only says where windows of a ``convolution``
+            start, which has to be rolling. ``parent_idx`` and ``write_pool`` are refused. Default None.
         state_v_first: the layout of ``state_pool`` and ``write_pool``. It has no default: with K = V no shape would
             show a mistake.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
@@ -131,8 +138,9 @@ def decode_gated_delta_rule(
     """
     inputs = Inputs(q, k, v, g, beta, None, None, A_log, dt_bias, cu_seqlens)
     slots = Slots(  # by name it takes longer
-        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool
-    )
+        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool,
+        *ring_of("decode_gated_delta_rule", ring),
+    )  # fmt: skip
     around, layer = around_of("decode_gated_delta_rule", convolution, output_norm)
     options = {
         "op": "decode_gated_delta_rule", "gate": ("scalar", use_gate_in_kernel, None), "erase": "decayed",
@@ -169,6 +177,7 @@ def decode_kda(
     cu_seqlens: Tensor | None = None,
     *,
     state_v_first: bool,
+    ring: Ring | None = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Decode, or verify drafts, with Kimi Delta Attention: one decay per key channel.
@@ -211,8 +220,9 @@ def decode_kda(
     """
     inputs = Inputs(q, k, v, g, beta, None, None, A_log, dt_bias, cu_seqlens)
     slots = Slots(  # by name it takes longer
-        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool
-    )
+        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool,
+        *ring_of("decode_kda", ring),
+    )  # fmt: skip
     around, layer = around_of("decode_kda", convolution, output_norm)
     options = {
         "op": "decode_kda", "gate": ("channel", use_gate_in_kernel, lower_bound), "erase": "decayed", "scale": scale,

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from flash_delta.ops.serving._run import run
 from flash_delta.ops.serving.around import Convolution, OutputNorm, around_of
+from flash_delta.ops.serving.ring import Ring, ring_of
 from flash_delta.problem import Inputs, Slots
 
 
@@ -35,6 +36,7 @@ def decode_gdn2(
     cu_seqlens: Tensor | None = None,
     *,
     state_v_first: bool,
+    ring: Ring | None = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Decode, or verify drafts, with GDN-2.
@@ -74,8 +76,9 @@ def decode_gdn2(
     """
     inputs = Inputs(q, k, v, g, None, None, None, A_log, dt_bias, cu_seqlens, b, w)
     slots = Slots(  # by name it takes longer
-        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool
-    )
+        state_pool, read_indices, write_indices, num_accepted_tokens, parent_idx, None, None, None, out, write_pool,
+        *ring_of("decode_gdn2", ring),
+    )  # fmt: skip
     around, layer = around_of("decode_gdn2", convolution, output_norm)
     options = {
         "op": "decode_gdn2", "gate": ("channel", use_gate_in_kernel, lower_bound), "erase": "decayed",

@@ -14,6 +14,7 @@ from flash_delta.ops.serving.around import Convolution
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
 from flash_delta.ops.serving.gdn2 import decode_gdn2, prefill_gdn2
 from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
+from flash_delta.ops.serving.ring import Ring
 from flash_delta.problem import Problem
 
 OPS = (decode_gated_delta_rule, decode_gdn2, decode_kda, prefill_gated_delta_rule, prefill_gdn2, prefill_kda)
@@ -122,7 +123,10 @@ def _stand_ins(arguments: dict[str, Any], rows: int, T: int, device: torch.devic
         elif isinstance(t, Tensor):
             shape = t.shape if name in VECTORS else (rows, T if name in TABLES else 1)[: t.dim()]
             x[name] = _like(t, shape, device)
-    convolution, norm = x.get("convolution"), x.get("output_norm")
+    convolution, norm, ring = x.get("convolution"), x.get("output_norm"), x.get("ring")
+    if ring is not None:  # every page index is padding
+        tables = (None if t is None else _like(t, (rows,), device) for t in ring[3:])
+        x["ring"] = Ring(*(_like(t, (2, *t.shape[1:]), device) for t in ring[:3]), *tables)
     if convolution is not None:
         pool, weight, bias, target, _ = convolution
         x["convolution"] = convolution._replace(

@@ -13,9 +13,10 @@ from flash_delta.kernels.runtime.run import run
 from flash_delta.kernels.triton.forward.scan import run_scan
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
+from flash_delta.kernels.triton.serving.ring import plan_commit
 from flash_delta.kernels.triton.serving.rows import plan_decode
-from flash_delta.kernels.triton.tiles import FEW, scan_tiles
-from flash_delta.problem import Around, Inputs, Pools, Slots
+from flash_delta.kernels.triton.tiles import DECODE, FEW, RECORDS, scan_tiles
+from flash_delta.problem import Around, Inputs, Pools, Problem, Slots
 from workshop.gate.cases.rule import CHUNKS, Kernels, RuleCase, problem_of
 
 
@@ -34,6 +35,7 @@ class Decoding(NamedTuple):
     packed: bool = False  # rows have different lengths
     rolling: bool = False  # slots of the convolution's pool also have room for a draft's inputs
     windows: torch.dtype = torch.bfloat16  # of the convolution's pool
+    records: bool = False  # tokens leave records, after those of a page are applied
 
 
 BOUNDED = CHUNKS["kda-128-bounded"]
@@ -81,6 +83,14 @@ DECODINGS = {  # every tile once, then every other flag that the kernel's code d
         RuleCase(64, raw=True), tree=True, tokens=4, whole=True, write=torch.float32
     ),
 }
+RECORDED = {  # those that leave records
+    "decode-gdn-128-records": Decoding(tokens=4, records=True),
+    "decode-gdn-128-records-bfloat16": Decoding(dtype=torch.bfloat16, tokens=4, records=True),
+    "decode-gdn-256-records-k-first": Decoding(RuleCase(256, raw=True), v_first=False, tokens=4, records=True),
+    "decode-gdn-128-records-whole-packed": Decoding(tokens=4, whole=True, rolling=True, packed=True, records=True),
+    "decode-kda-128-bounded-records": Decoding(BOUNDED, tokens=4, records=True),
+    "decode-gdn2-128-bounded-records": Decoding(CHUNKS["gdn2-128-bounded"], tokens=4, records=True),
+}
 
 
 class Prefilling(NamedTuple):
@@ -115,7 +125,9 @@ def call_decode(case: Decoding, choice: Tile | None = None, *, counted: bool = T
     tokens = (None if y is None else new(B, *y.shape[1:], dtype=y.dtype) for y in (*x[:5], x.b, x.w))
     *tokens, b, w = tokens
     x = Inputs(*tokens, b=b, w=w, A_log=x.A_log, dt_bias=x.dt_bias, cu_seqlens=cu_seqlens)
-    pools = Pools(dtype=case.dtype, write_dtype=case.write, most_tokens=T if case.packed else 0)
+    pools = Pools(
+        dtype=case.dtype, write_dtype=case.write, most_tokens=T if case.packed else 0, records=T * case.records
+    )
     around, D = Around(), 2 * p.H * p.K + p.HV * p.V
     if case.whole:
         windows = new(9, D, 6 if case.rolling else 4, dtype=case.windows)
@@ -134,7 +146,30 @@ def call_decode(case: Decoding, choice: Tile | None = None, *, counted: bool = T
     read, parents = table if counted else table[:, 0], table if case.tree else None
     s = Slots(pool, read, to if written else None, accepted, parents, write_pool=target)
     s = Slots(pool[:B], None) if case.apart else s
+    if case.records:
+        row, (k, u, decay) = table[:, 0], _records_of(p, (9, T))
+        counts = row if case.rolling else None
+        s = Slots(pool, row, row, counts, None, None, None, None, None, None, k, u, decay, row, row, row)
     run(partial(plan_decode, choice=choice), p, x, s, around)
+
+
+def _records_of(p: Problem, pages: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """k, u and the decay of records in ``pages`` of so many tokens."""
+    width = (p.K,) if p.gate.kind == "channel" else ()
+    shapes = (p.H, p.K), (p.HV, p.V), (p.HV, *width)
+    return tuple(torch.empty(*pages, *shape, device="meta") for shape in shapes)
+
+
+def call_commit(case: Decoding, choice: Tile, *, kept: bool) -> None:
+    """Applies records of two layers. ``kept``: rows leave checkpoints."""
+    p, _ = problem_of(case.model._replace(tokens=case.tokens))
+    p = p._replace(B=2, N=2, recurrent=True, state_v_first=case.v_first, pools=Pools(dtype=case.dtype))
+    new = partial(torch.empty, device="meta")
+    pool, index = new(2, 9, *p.state_shape[1:], dtype=case.dtype), new(2, dtype=torch.int32)
+    k, u, decay = _records_of(p, (2, 9, case.tokens))
+    checkpoints = (index, index) if kept else (None, None)
+    s = Slots(pool, index, None, None, None, None, *checkpoints, ring_read=index, ring_counts=index)
+    run(partial(plan_commit, choice=choice), p, Inputs(k, k, u, decay), s)
 
 
 def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None = None) -> None:
@@ -173,6 +208,12 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(name, partial(call_decode, case))
     for name in ("decode-gdn-128-v-first-float32", "decode-gdn-128-v-first-bfloat16"):
         yield Launch(f"{name}-few", partial(call_decode, DECODINGS[name], FEW[DECODINGS[name].dtype.itemsize]))
+    for name, case in RECORDED.items():
+        usual = case.v_first and case.model.width <= 128
+        for t in RECORDS if usual else DECODE[case.v_first, case.dtype.itemsize][-1:]:
+            yield Launch(f"{name}-BV={t.BV}", partial(call_decode, case, t))
+            if not case.whole:
+                yield Launch(f"{name}-BV={t.BV}-commit", partial(call_commit, case, t, kept=case.v_first))
     for name, case in PREFILLS.items():
         if case.offsets:
             yield Launch(f"{name}-before", partial(call_prefill, case, before=True))

@@ -5,8 +5,8 @@
 With a strength per channel (STRENGTH) u = w . v - S~^T (b . k), and there is no beta.
 
 One program has BV value columns of one value head of one row: grid (B HV V / BV). It reads its part of the row's state
-once, and writes it after every token whose slot ``write_indices`` names. The state is in registers and transposed,
-S^T [BV, BK]. After a convolution (AFTER, rows.py) a program loads its state while the convolution still runs.
+once, and writes it after every token whose slot ``write_indices`` names. It is in registers (token.py). After a
+convolution (AFTER, rows.py) a program loads its state while the convolution still runs.
 
 Between tokens the state has the pool's dtype, whether it is written or not. So it does not matter how tokens are split
 into calls. Other arguments do not matter either: products are rounded by themselves or are written as ``fma``, and the
@@ -40,7 +40,15 @@ from flash_delta.kernels.device.slots import as_slot, find_state, load_index, lo
 from flash_delta.kernels.runtime.arguments import columns, launch_rule, short, states, table
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout
-from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
+from flash_delta.kernels.triton.serving.token import (
+    advance,
+    block_of,
+    channels,
+    in_blocks,
+    in_rows,
+    load_gate,
+    load_token,
+)
 from flash_delta.kernels.triton.tiles import decode_tiles
 from flash_delta.problem import Problem, Slots
 
@@ -79,17 +87,23 @@ def store_zeros(o, start, T, hv, d, HV: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def tile_of(pool, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr):
-    """Pointers to BV columns from w on of a head's state in a slot, transposed."""
-    tile = pool + hv.to(tl.int64) * STRIDES[0] + w * STRIDES[2]
-    return tile + (tl.arange(0, BV)[:, None] * STRIDES[2] + c[None, :] * STRIDES[1])
+def find_rows(w, BK: tl.constexpr, BV: tl.constexpr, X: tl.constexpr):
+    """The value columns and the channels of the rows of X numbers that a program has of a state."""
+    row = tl.arange(0, BK // X * BV)
+    return w + row[:, None] % BV, row[:, None] // BV * X + tl.arange(0, X)[None, :]
 
 
 @triton.jit
-def tiles_of(pool, initial, hv, w, c, BV: tl.constexpr, STRIDES: tl.constexpr, SOURCE: tl.constexpr):
+def tile_of(pool, hv, d, c, STRIDES: tl.constexpr):
+    """Pointers to a head's state in a slot. ``d``, ``c``: from `find_rows`."""
+    return pool + hv.to(tl.int64) * STRIDES[0] + (d * STRIDES[2] + c * STRIDES[1])
+
+
+@triton.jit
+def tiles_of(pool, initial, hv, d, c, STRIDES: tl.constexpr, SOURCE: tl.constexpr):
     """The tile from which rows start, and the tile that is written."""
-    tile = tile_of(pool, hv, w, c, BV, STRIDES)
-    return (tile if initial is None else tile_of(initial, hv, w, c, BV, SOURCE)), tile
+    tile = tile_of(pool, hv, d, c, STRIDES)
+    return (tile if initial is None else tile_of(initial, hv, d, c, SOURCE)), tile
 
 
 NUMBERS = [  # Triton would specialise values of 1 and multiples of 16, in tuples even if told not to
@@ -128,10 +142,12 @@ def decode(
     V_EVEN: tl.constexpr = V % BV == 0
     program = tl.program_id(0)
     w, hv, b = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
-    h, c, d = hv // (HV // H), tl.arange(0, BK), w + tl.arange(0, BV)
-    inside = tl.full([BV, BK], True, tl.int1)
+    X: tl.constexpr = block_of(BK, STRIDES, pool.dtype.element_ty.primitive_bitwidth)
+    h, c, d = hv // (HV // H), channels(BK, X), w + tl.arange(0, BV)
+    d_rows, c_rows = find_rows(w, BK, BV, X)
+    inside = tl.full(c_rows.shape, True, tl.int1)
     if not (K_EVEN and V_EVEN):
-        inside = (d < V)[:, None] & (c < K)[None, :]
+        inside = (d_rows < V) & (c_rows < K)
     row, start, slots = b, b * 0, (slots, null_slot)
     targets = slots if written_slots is None else (written_slots, null_slot)
     write_strides, read_stride = (write_row, write_token), slot_stride if source_stride is None else source_stride
@@ -165,7 +181,7 @@ def decode(
         slot, live = row_slot, is_row
         if write_indices is not None:
             slot, live = load_slot(write_indices, b, 0, write_strides, targets, is_row)
-        source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES, SOURCE)
+        source, tile = tiles_of(pool, initial, hv, d_rows, c_rows, STRIDES, SOURCE)
         last = load_state(state_at(source, row_slot, read_stride), inside & stored)
         tl.store(state_at(tile, slot, slot_stride), last, mask=inside & live)
         return
@@ -177,9 +193,9 @@ def decode(
     betas, bs, ws = (beta, beta_strides, row * beta_row, beta_token), (None,), (None,)
     if STRENGTH:
         bs, ws = (b_gate, b_strides, row * b_row, b_token), (w_gate, w_strides, row * w_row, w_token)
-    source, tile = tiles_of(pool, initial, hv, w, c, BV, STRIDES, SOURCE)
+    source, tile = tiles_of(pool, initial, hv, d_rows, c_rows, STRIDES, SOURCE)
     if AFTER:
-        first = load_state(state_at(source, row_slot, read_stride), inside & stored)  # [BV, BK]
+        first = load_state(state_at(source, row_slot, read_stride), inside & stored)
         follow(OVERLAP)  # q, k and v are ready
     # All that the first token needs is loaded while the row's slot is being loaded. It is loaded before the loop, even
     # if the loop has one iteration, since within a block of code the compiler delays loads until their use
@@ -192,13 +208,14 @@ def decode(
     if SHORT > 0 or first.dtype != pool.dtype.element_ty:
         first = first.to(tl.float32)
     alive = is_row.to(tl.int32)  # the token before is no padding; in a tree bit 0: the row, bit t + 1: token t
+    first = in_blocks(first, BV)
     last = first
     for t in range(T):
         if parents is not None:
             parent, known = load_parent(parents, b, t, parents_row, parents_token)
             slot, live = load_slot(write_indices, b, parent, write_strides, targets, known & (parent >= 0))
             last = load_state(state_at(tile, slot, slot_stride, parent, step_stride), inside & live).to(first.dtype)
-            last = tl.where(parent < 0, first, last)
+            last = tl.where(parent < 0, first, in_blocks(last, BV))
         slot, live = row_slot, alive != 0 if parents is None else ((alive >> (parent + 1)) & 1) != 0
         if write_indices is not None:
             slot, live = as_slot(written_index, targets, live)
@@ -208,7 +225,7 @@ def decode(
             token = load_token(qs, ks, vs, gs, betas, bs, ws, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
             if write_indices is not None:
                 written_index = load_index(write_indices, b, t + 1, write_strides)
-        S, ot = advance(
+        S, ot, _record = advance(
             last, this, rate, bias, scale, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH
         )  # fmt: skip
         ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
@@ -216,7 +233,7 @@ def decode(
         rounded = S.to(pool.dtype.element_ty)
         if WRITES:
             written = live & (t >= first_written)
-            tl.store(state_at(tile, slot, slot_stride, t, step_stride), rounded, mask=inside & written)
+            tl.store(state_at(tile, slot, slot_stride, t, step_stride), in_rows(rounded), mask=inside & written)
         last = S if SHORT > 0 else rounded.to(first.dtype)
         alive = live.to(tl.int32) if parents is None else alive | (live.to(tl.int32) << (t + 1))
         if parents is not None:

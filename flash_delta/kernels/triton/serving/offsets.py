@@ -20,8 +20,16 @@ from flash_delta.kernels.device.slots import load_slot, load_slots
 from flash_delta.kernels.runtime.arguments import columns, launch_rule, states, table
 from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.triton.forward.scan import find_offset
-from flash_delta.kernels.triton.serving.decode import counted, counted_gate, load_state, state_at, tile_of
-from flash_delta.kernels.triton.serving.token import advance, load_gate, load_token
+from flash_delta.kernels.triton.serving.decode import counted, counted_gate, find_rows, load_state, state_at, tile_of
+from flash_delta.kernels.triton.serving.token import (
+    advance,
+    block_of,
+    channels,
+    in_blocks,
+    in_rows,
+    load_gate,
+    load_token,
+)
 from flash_delta.kernels.triton.tiles import decode_tiles
 from flash_delta.problem import Slots
 
@@ -52,7 +60,8 @@ def scan_to_offset(
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     program, slots = tl.program_id(0), (slots, null_slot)
     w, hv, n = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
-    h, c, d = hv // GROUP, tl.arange(0, BK), w + tl.arange(0, BV)
+    X: tl.constexpr = block_of(BK, STRIDES, pool.dtype.element_ty.primitive_bitwidth)
+    h, c, d = hv // GROUP, channels(BK, X), w + tl.arange(0, BV)
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     offset, wanted = find_offset(checkpoint_offsets, n, offset_row, stop - start)
     finished = (start + offset == stop) & (stop - start > SHORT)  # scanned to its end, so nothing is left
@@ -66,10 +75,11 @@ def scan_to_offset(
     there = (begin > 0) | (stored & (slot == read))  # the state to continue is in the slot
     if (well == 0) | (there == BEFORE) | (there & (offset == begin)):
         return
-    inside = (d < V)[:, None] & (c < K)[None, :]
-    tile = tile_of(pool, hv, w, c, BV, STRIDES)
+    d_rows, c_rows = find_rows(w, BK, BV, X)
+    inside = (d_rows < V) & (c_rows < K)
+    tile = tile_of(pool, hv, d_rows, c_rows, STRIDES)
     first = state_at(tile, tl.where(there, slot, read), slot_stride)
-    S = load_state(first, inside & (stored | there)).to(tl.float32)
+    S = in_blocks(load_state(first, inside & (stored | there)).to(tl.float32), BV)
     if offset > begin:
         rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
         row = n * 0
@@ -85,10 +95,10 @@ def scan_to_offset(
             this = token
             after = tl.minimum(t + 1, start + offset - 1)
             token = load_token(ks, ks, vs, gs, betas, bs, ws, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
-            S, _output = advance(
+            S, _output, _record = advance(
                 S, this, rate, bias, 1.0, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH
             )  # fmt: skip
-    tl.store(state_at(tile, slot, slot_stride), S.to(pool.dtype.element_ty), mask=inside)
+    tl.store(state_at(tile, slot, slot_stride), in_rows(S.to(pool.dtype.element_ty)), mask=inside)
 
 
 def run_scan_to_offset(c: Draft, s: Slots, *, before: bool) -> None:

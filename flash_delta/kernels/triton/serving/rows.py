@@ -41,6 +41,7 @@ from flash_delta.kernels.triton.serving.prompts import (
     sizes_of,
     tensor_of,
 )
+from flash_delta.kernels.triton.serving.ring import find_pages, pages_of, run_decode_on_records
 from flash_delta.kernels.triton.serving.window import convolve, load_taps, load_window, push, store_window, window_after
 from flash_delta.problem import Around, Inputs, Pools, Problem, Slots
 
@@ -51,18 +52,19 @@ LIMIT = 2**31  # kernels count the numbers of a tensor of `plan_step` in 32 bits
 NUMBERS = [  # see decode.py
     "N", "T", "most", "slots", "written_slots", "null_slot", "columns", "first_written", "q_row", "q_token", "k_row",
     "k_token", "v_row", "v_token", "read_row", "read_column", "accepted_row", "write_row", "write_token", "parents_row",
-    "parents_token", "has_row", "H", "HV",
+    "parents_token", "has_row", "pages", "room", "page_row", "from_row", "count_row", "H", "HV",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def convolve_rows(
-    q, k, v, read_indices, write_indices, accepted, parents, has_initial_state, cu_seqlens, conv_pool, conv_weight,
-    conv_bias, conv_target, q_out, k_out, v_out, N, T, most, slots, written_slots, null_slot, columns, first_written,
-    conv_stride, conv_input, conv_target_stride, conv_target_input, conv_step_stride, q_row, q_token, k_row, k_token,
-    v_row, v_token, read_row, read_column, accepted_row, write_row, write_token, parents_row, parents_token, has_row,
-    q_strides, k_strides, v_strides, H, HV, K: tl.constexpr, V: tl.constexpr, CONV: tl.constexpr,
-    CONV_TARGET: tl.constexpr, BD: tl.constexpr, WRITES: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, v, read_indices, write_indices, accepted, parents, has_initial_state, ring_write, ring_read, ring_counts,
+    cu_seqlens, conv_pool, conv_weight, conv_bias, conv_target, q_out, k_out, v_out, N, T, most, slots, written_slots,
+    null_slot, columns, first_written, conv_stride, conv_input, conv_target_stride, conv_target_input,
+    conv_step_stride, q_row, q_token, k_row, k_token, v_row, v_token, read_row, read_column, accepted_row, write_row,
+    write_token, parents_row, parents_token, has_row, pages, room, page_row, from_row, count_row, q_strides, k_strides,
+    v_strides, H, HV, K: tl.constexpr, V: tl.constexpr, CONV: tl.constexpr, CONV_TARGET: tl.constexpr,
+    BD: tl.constexpr, WRITES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks of channels of q, k and v). Strides are counted as in `decode`. ``slots``: the number of slots
     of ``conv_pool``. ``written_slots``: that of the pool that is written."""
@@ -92,6 +94,8 @@ def convolve_rows(
     if CONV[4]:
         column, _ = find_column(accepted, b, accepted_row, columns)
         window_slot, is_row = load_slot(read_indices, b, 0, (read_row, read_column), slots, is_row)
+        ring_rows = (page_row, from_row, count_row)
+        _, _, _, is_row = find_pages(ring_write, ring_read, ring_counts, b, ring_rows, pages, room, is_row)
         stored = stored & is_row
     windows = (conv_pool, conv_stride, conv_input, None)
     first = load_window(windows, window_slot, column, before, d, width, stored, CONV)
@@ -145,7 +149,8 @@ def plan_decode(
         convolved = {name: c.made.new(f"{name} convolved", shape, torch.float32) for name, shape in shapes.items()}
         _convolve_rows(c, s, around, convolved.values())
         c = c._replace(x=c.x._replace(**convolved))
-    run_decode(c, s, o, None if c.every else choice, after=p.pools.taps > 0)
+    run_rule = run_decode if s.ring_k is None else run_decode_on_records
+    run_rule(c, s, o, None if c.every else choice, after=p.pools.taps > 0)
     if p.pools.eps is not None:
         _normalize_outputs(c, around, o)
     return c.plan(o)
@@ -157,17 +162,18 @@ def _convolve_rows(c: Draft, s: Slots, around: Around, to: Iterable[Layout]) -> 
     units = [counted(y, alone(p)) for y in x[:3]]
     blocks = sum(-(-heads * width // CHANNELS) for heads, width in sizes_of(p))
     pointers = (
-        *x[:3], s.read_indices, s.write_indices, s.num_accepted_tokens, s.parent_idx, s.has_initial_state, x.cu_seqlens,
-        conv, around.conv_weight, around.conv_bias, target, *to,
+        *x[:3], s.read_indices, s.write_indices, s.num_accepted_tokens, s.parent_idx, s.has_initial_state, s.ring_write,
+        s.ring_read, s.ring_counts, x.cu_seqlens, conv, around.conv_weight, around.conv_bias, target, *to,
     )  # fmt: skip
     launch_rule(
         c, convolve_rows, pointers, (p.N if p.packed else p.B, blocks, 1), Tile(WARPS, 1),
         p.N, p.T, pools.most_tokens or None, s.state_pool.shape[0],
-        None if s.write_pool is None else s.write_pool.shape[0], pools.null_slot, s.read_indices.shape[-1],
-        first_written_of(p, s), *ends_of(conv), *ends_of(target), token_stride(target, 3),
-        *(count for counts, _ in units for count in counts), *rows_of(s), *(strides for _, strides in units),
-        CONV=windows_of(p, conv), CONV_TARGET=windows_of(p, conv if target is None else target), BD=CHANNELS,
-        WRITES=s.write_indices is not None, contracts=False,
+        None if s.write_pool is None else s.write_pool.shape[0], pools.null_slot,
+        pools.records or s.read_indices.shape[-1], first_written_of(p, s), *ends_of(conv), *ends_of(target),
+        token_stride(target, 3), *(count for counts, _ in units for count in counts), *rows_of(s), *pages_of(s),
+        *(strides for _, strides in units), CONV=windows_of(p, conv),
+        CONV_TARGET=windows_of(p, conv if target is None else target), BD=CHANNELS,
+        WRITES=s.write_indices is not None or s.ring_k is not None, contracts=False,
     )  # fmt: skip
 
 
