@@ -154,6 +154,17 @@ def test_descriptors_and_pointers_load_the_same(V, columns):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_descriptors_and_pointers_load_the_same_write_gates(raw):
+    """Beside values, of packed sequences; w is given or a logit."""
+    case = replace(BY_NAME["packed"], B=1, H=1, HV=2, T=76, lengths=(0, 66, 7))
+    x = make_inputs(case, MEMBERS["gdn2"], torch.bfloat16)
+    p = flash_delta.explain(flash_delta.chunk_gdn2, **x, use_beta_sigmoid_in_kernel=raw, backend="triton").problem
+    inputs = Inputs(*(t.detach() if torch.is_tensor(t := x.get(name)) else t for name in Inputs._fields))
+    for a, b in zip(*(scanned(p, inputs, Tile(4, 1, 16, tma=tma)) for tma in (False, True)), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("op", "changes", "reason"),
     [

@@ -115,7 +115,7 @@ CHANNELS = {
     "gdn2-free": partial(channels, packed=True, strength=True),
     "gdn2-logs-float32": partial(channels, packed=True, raw=False, g_dtype=torch.float32, strength=True),
 }
-# For the backward pass: whether `prepare` writes A, and whether it writes L.
+# In training: whether `prepare` writes A, and whether it writes L. The first is of the forward pass, and writes w . v.
 CHANNELS_BACK = {"training": (True, False), "training-back": (False, True), "training-again": (True, True)}
 GRADIENTS = {
     "channel-back": partial(channel_gradients, raw=False, l2norm=False),
@@ -194,8 +194,8 @@ def call_prepare(case: str, form: str) -> None:
     """The launches of `prepare` in training."""
     kernels, (finds, keeps) = Planned(*CHANNELS[case]()), CHANNELS_BACK[form]
     w, s, channels_ = make_groups(kernels.made, kernels.p, Prepared, Solved, Channels)
-    o = kernels.results().o if form == "training" else None
-    run_prepare(kernels.c, w._replace(A=s.A if finds else None), o, channels_.L if keeps else None, s, valued=True)
+    w, L, first = w._replace(A=s.A if finds else None), channels_.L if keeps else None, form == "training"
+    run_prepare(kernels.c, w, kernels.results().o if first else None, L, s, valued=first)
     kernels.launch()
 
 

@@ -24,7 +24,7 @@ class RuleCase(NamedTuple):
 
 
 # Every combination of flags that the code of a kernel depends on, once. Scans need fewer (SCANS): they do not depend on
-# raw gates, norms, activations and strengths.
+# raw gates, norms, activations and strengths, except that those of the backward pass load w, which may be a logit.
 CHUNKS = {
     "gdn-64": RuleCase(64),
     "gdn-128": RuleCase(),
@@ -54,10 +54,10 @@ SCANS = {
     name: CHUNKS[name]
     for name in (
         "gdn-64", "gdn-128", "gdn-256", "gdn-100", "gdn-256-512", "gdn-64-float32", "simple-gla-128", "kda-128",
-        "kda-100", "kda-256-512",
+        "kda-100", "kda-256-512", "gdn2-64", "gdn2-128", "gdn2-128-bounded", "gdn2-256-512", "gdn2-64-float32",
     )
 }  # fmt: skip
-SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128")  # cases that also run in segments
+SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128", "gdn2-128", "gdn2-128-bounded")  # that also run in segments
 
 
 def describe(

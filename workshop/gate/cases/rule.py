@@ -83,8 +83,9 @@ class Kernels(Planned):
         self.channels, self.solved, self.factors, self.residual, self.chain, self.scores, self.heads = parts
         self.memory = dict(zip(groups, parts, strict=True))
 
-    def channel(self) -> None:
-        run_channel(self.c, self.solved, self.channels)
+    def channel_again(self) -> None:
+        """Launches it as in the backward pass, where it does not write w . v."""
+        run_channel(self.c, self.solved, self.channels, valued=False)
 
     def solve(self) -> None:
         run_solve(self.c, self.channels, self.solved)
@@ -151,11 +152,14 @@ def call(form: str, case: RuleCase, *more: Any) -> None:
 
 
 def launches(target: str) -> Iterator[Launch]:
-    """Scans that save tensors (``disable_recompute``), and backward scans that read these, come with one width only."""
+    """Scans that save tensors (``disable_recompute``), and backward scans that read these, come with one width only.
+    With a strength per channel scans in the forward pass read w . v, so they have the code of others."""
     chip = Chip(target.removesuffix("a"), 1)
     for name, case in CHUNKS.items():
         if case.width <= widest_key(problem_of(case)[0]._replace(needs_grad=True), chip):
             yield Launch(name, partial(call_chunks, case))
+            if case.strength:
+                yield Launch(f"{name}-again", partial(call, "channel_again", case))
     unaligned = {"gdn-128-unaligned": RuleCase(gap=1)} if takes_tma(chip) else {}
     for name, case in (SCANS | unaligned).items():
         p, _ = problem_of(case)
@@ -165,14 +169,16 @@ def launches(target: str) -> Iterator[Launch]:
             "-saved": ("scan_kept", partial(call, "scan", case, True)),
             "-backward": ("scan_backward", partial(call, "scan_backward", case, False)),
         }
-        for form in forms if name == "gdn-128" else ("", "-recomputed"):
+        for form in forms if name == "gdn-128" else ("-recomputed",) if case.strength else ("", "-recomputed"):
             kernel, launch = forms[form]
             for t in scan_tiles(kernel, p, chip, every=True):
                 yield Launch(f"{name}-BV={t.BV}{form}", partial(launch, t))
         if name in SPLIT:
             splits = [Segments(128, maps_tile(p, chip), tile("compose", p, chip), t) for t in segment_tiles(p, chip)]
             yield Launch(f"{name}-maps", partial(call, "maps", case, splits[0]))
+            yield Launch(f"{name}-segments-back", partial(call, "segments_back", case, splits[0], False))
+            if case.strength:
+                continue
             for split in splits:
                 yield Launch(f"{name}-BV={split.scan.BV}-segments", partial(call, "segments", case, split))
-            for form, ends in (("segments-back", False), ("ends-back", True)):
-                yield Launch(f"{name}-{form}", partial(call, "segments_back", case, splits[0], ends))
+            yield Launch(f"{name}-ends-back", partial(call, "segments_back", case, splits[0], True))

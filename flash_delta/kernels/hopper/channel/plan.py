@@ -150,7 +150,7 @@ def _prepare_again(c: Draft, memory: dict[type, Any], saved: bool) -> Draft:
     """Launches `prepare` for the backward pass. If A has been ``saved``, it is not written."""
     channels, solved = memory[Channels], memory[Solved]
     out = _prepared(channels, solved)
-    return run_prepare(c, out._replace(A=None) if saved else out, None, channels.L, solved, valued=True)
+    return run_prepare(c, out._replace(A=None) if saved else out, None, channels.L, solved)
 
 
 def _prepared(channels: Channels, solved: Solved) -> Prepared:

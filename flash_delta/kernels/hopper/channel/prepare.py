@@ -10,8 +10,8 @@ The norms r are in P and A, but not in Qg, Kg and Kd. They are in ``rates``, wit
 A is stored without its diagonal, which is 1, in float16. Scans round what they multiply by A to float16 (units.py), and
 add what the diagonal would give in float32, so most of the result is not rounded for the product.
 
-With a strength per channel Kg and the rows of L have b . k in place of k, and b is 1 elsewhere. If kernels of
-``triton`` scan, the kernel also writes w . v for them. `scan_channels` multiplies by w itself.
+With a strength per channel Kg and the rows of L have b . k in place of k, and b is 1 elsewhere. In the forward pass, if
+kernels of ``triton`` scan, the kernel also writes w . v for them. All other scans multiply by w themselves.
 
 For the backward pass the kernel writes L, with norms and without b. If A has been saved, the kernel does not compute A.
 
@@ -389,4 +389,4 @@ def run_prepare(
     programs = min(items, PREPARES * c.chip.processors)
     # It must not start early if it is the first kernel of its call: then it waits for none.
     launch_rule(c, prepare, arguments, (programs, 1, 1), BY_HAND, follows=listed.prompts is not None)
-    return c if W is None else c._replace(x=x._replace(v=W))
+    return c if W is None else c._replace(x=x._replace(v=W, w=None))

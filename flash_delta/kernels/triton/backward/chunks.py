@@ -28,14 +28,14 @@ class Chunks(NamedTuple):
 
     hands: tuple[type, ...]  # the groups of tensors that the kernels of ``find`` pass to each other
     prepare: Callable[[Draft, Groups, bool], Draft]
-    """Computes again what the scans need, and returns their draft. It also gets whether what `solve` writes was
-    saved."""
+    """Computes again what the scans need, except w . v, and returns their draft. It also gets whether what `solve`
+    writes was saved."""
     find: Callable[[Draft, Groups, Layout, Inputs], None]
     """Gets do, and where gradients go: of A_log and dt_bias for every chunk."""
 
 
 def prepare_again(c: Draft, memory: Groups, saved: bool) -> Draft:
-    return run_chunks(c, *(memory[group] for group in HANDED), saved=saved)
+    return run_chunks(c, *(memory[group] for group in HANDED), saved=saved, valued=False)
 
 
 def find_gradients(c: Draft, memory: Groups, do: Layout, d: Inputs) -> None:

@@ -35,24 +35,24 @@ from flash_delta.kernels.device.chunk import (
     store_tile,
     whole_rows,
 )
-from flash_delta.kernels.runtime.arguments import columns, launch_rule, state_unit, states, strides
+from flash_delta.kernels.runtime.arguments import columns, launch_rule, state_unit, states, strides, strides_if
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved, StateGradients
 from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
 from flash_delta.kernels.triton.forward.scan import find_tokens, load_rates, load_state, scan, store_state
-from flash_delta.kernels.triton.forward.scan_launches import copies, maps, readers
+from flash_delta.kernels.triton.forward.scan_launches import copies, has_logits, maps, readers
 from flash_delta.kernels.triton.tiles import scan_tiles
 
 
 @triton.jit(do_not_specialize=["N", "T", "length", "HV"])
 def scan_backward(
-    q, p, v, do, cu_seqlens, A, X, Y, rates, gammas, initial_state, dfinal, states, R, U, dstates, dU, dinitial, N, T,
-    length, unit, q_strides, p_strides, v_strides, do_strides, initial_strides, dfinal_strides, dinitial_strides,
-    HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    q, p, v, w_gate, do, cu_seqlens, A, X, Y, rates, gammas, initial_state, dfinal, states, R, U, dstates, dU, dinitial,
+    N, T, length, unit, q_strides, p_strides, v_strides, w_strides, do_strides, initial_strides, dfinal_strides,
+    dinitial_strides, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     REFLECTS: tl.constexpr, RECOMPUTE: tl.constexpr, SEGMENTS: tl.constexpr, ENDS: tl.constexpr, CHANNEL: tl.constexpr,
-    TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    RAW_W: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
@@ -60,11 +60,11 @@ def scan_backward(
         scans = tl.num_programs(2) // 2 if SEGMENTS else N
         if z < scans:
             scan(
-                q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U,
+                q, p, v, w_gate, cu_seqlens, A, X, Y, rates, gammas, initial_state, None, None, states, R, U,
                 None, None, None, None, None, N, T, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                q_strides, p_strides, v_strides, initial_strides, initial_strides,
+                q_strides, p_strides, v_strides, w_strides, initial_strides, initial_strides,
                 HV, GROUP, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL and not SEGMENTS, False, SEGMENTS, False, True,
-                CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
+                CHANNEL, RAW_W, TMA, GIVEN_TMA, OVERLAP, PRECISION,
             )  # fmt: skip
             return
         z -= scans
@@ -174,9 +174,10 @@ def launch_scan_backward(
     """``ends``: the tensors from ``initial_state`` to ``dinitial``. ``strides_of``: the strides of the first two and of
     the last of these. ``scans``: the number of sequences, or of slots of segments."""
     p, x = c.p, c.x
-    pointers = (*readers(c, ch), x.v, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, *ends)
+    pointers = (*readers(c, ch), x.v, x.w, do, x.cu_seqlens, s.A, *maps(ch, f), ch.gamma, *ends)
     grid = (-(-p.V // columns(p, t)), p.HV, scans * (1 + constants["RECOMPUTE"]))
     launch_rule(
         c, scan_backward, pointers, grid, t, p.N, p.T, length, state_unit(p), strides(x.q), strides(c.keys),
-        strides(x.v), strides(do), *strides_of, **constants, **copies(c, t, x.v, do), follows=follows,
+        strides(x.v), strides_if(x.w), strides(do), *strides_of, **constants, RAW_W=has_logits(c),
+        **copies(c, t, x.v, x.w, do), follows=follows,
     )  # fmt: skip

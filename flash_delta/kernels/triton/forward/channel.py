@@ -4,7 +4,7 @@
     P_ij = scale sum_c q_ic e^{G_ic - G_jc} k_jc   i >= j           L_ij = sum_c k_ic e^{G_ic - G_jc} k_jc   i > j
 
 With a strength per channel tokens erase with b . k and write w . v. Then Kg and the rows of L have b . k in place of k,
-and all else is the same. W = w . v is written for the scans.
+and all else is the same. For the scans of the forward pass W = w . v is written.
 
 P and L contain norms and the scale, and the others do not. As without a decay per channel, `scan` applies them to
 accumulators (``rates``).
@@ -29,7 +29,7 @@ Writes, with K' = pitch(K):
     rates       [slots, HV, 4, C]     norms of q times the scale; norms of k; b (otherwise from `factor`)
     vectors     [slots, HV, 4, C]     row 2: b (otherwise from `solve`)
     norms       [slots, H, 3, C]      (otherwise from `solve`); if they were saved, these are the same bits
-    W           [B, T, HV, V]         with a strength per channel
+    W           [B, T, HV, V]         with a strength per channel, in the forward pass
 
 Grid (slots HV).
 """
@@ -319,6 +319,7 @@ def channel(
     g_rows, b_rows = rows_of(g, g_strides, row, hv), None
     if b_gate is not None:
         b_rows = rows_of(b_gate, b_strides, row, hv)
+    if W is not None:
         write_values(v, w, W, v_strides, w_strides, token, tl.minimum(stop, token + C), row, hv, T, HV, V, C, RAW_BETA)
     rates += head * 4 * C
     tl.store(rates + 2 * C + i, b)
@@ -365,15 +366,16 @@ def channel(
         )  # fmt: skip
 
 
-def run_channel(c: Draft, s: Solved, ch: Channels) -> Draft:
+def run_channel(c: Draft, s: Solved, ch: Channels, *, valued: bool = True) -> Draft:
     """Launches the kernel. It also writes the strengths and norms in ``s``, which otherwise `solve` writes. Returns the
-    draft for the scans, whose values are W if there is a strength per channel."""
+    draft for the scans, whose values are W if the launch is ``valued`` and there is a strength per channel."""
     p, x = c.p, c.x
-    written, gates = (values_of(c.made, p), (x.b, x.v, x.w)) if p.channel_strength else (None, (None,) * 3)
+    written = values_of(c.made, p) if valued and p.channel_strength else None
+    gates = x.b, *((None, None) if written is None else (x.v, x.w))
     pointers = (x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens, *ch, s.vectors, s.norms, *gates, written)
     launch_rule(
         c, channel, pointers, (count_slots(p) * p.HV, 1, 1), tile("channel", p, c.chip),
         p.N, p.T, p.scale, p.gate.bound or 0.0, p.beta_range, strides(x.q), strides(x.k), strides(x.g),
         *map(strides_if, gates), batch(x.beta), *tokens(x.beta),
     )  # fmt: skip
-    return c if written is None else c._replace(x=x._replace(v=written))
+    return c if written is None else c._replace(x=x._replace(v=written, w=None))

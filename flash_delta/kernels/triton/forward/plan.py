@@ -60,9 +60,11 @@ def saved_groups(p: Problem) -> tuple[type, ...]:
     return (*HANDED, Residual) if p.disable_recompute else (Solved,)
 
 
-def run_chunks(c: Draft, solved: Solved, factors: Factors, channels: Channels, *, saved: bool = False) -> Draft:
-    """Returns the draft for the scans. ``saved``: the results of `solve` were saved."""
-    scans = run_channel(c, solved, channels) if c.p.gate.kind == "channel" else c
+def run_chunks(
+    c: Draft, solved: Solved, factors: Factors, channels: Channels, *, saved: bool = False, valued: bool = True
+) -> Draft:
+    """Returns the draft for the scans. ``saved``: the results of `solve` were saved. ``valued``: see `run_channel`."""
+    scans = run_channel(c, solved, channels, valued=valued) if c.p.gate.kind == "channel" else c
     if not saved:
         run_solve(c, channels, solved)
     if c.p.gate.kind != "channel":

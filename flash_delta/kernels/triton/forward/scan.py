@@ -6,6 +6,8 @@ With a decay per channel (CHANNEL) U = A (b . R) + b . R, as A lacks its diagona
 
     R = v - Kg S0             S1 = gamma . S0 + Kd^T U         O = scale Qg S0 + P U
 
+With a strength per channel w . v takes the place of v (values.py).
+
 `factor`'s X and Y would save one small product of five, and add 56 KB of memory traffic per chunk and head. The state
 is kept transposed, S^T [BV, K], in float32 accumulators, which the next product reads from registers. So are R and O,
 [BV, C]. Gates and norms (``rates``, see factor.py) are applied to accumulators. So q and p are multiplied as given, and
@@ -53,13 +55,15 @@ from flash_delta.kernels.runtime.arguments import (
     launch_rule,
     states,
     strides,
+    strides_if,
     table,
 )
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Residual, Solved
 from flash_delta.kernels.triton.forward.products import load_dither, times_inverse
-from flash_delta.kernels.triton.forward.scan_launches import copies, scan_grid, scan_launches, scan_operands
+from flash_delta.kernels.triton.forward.scan_launches import copies, has_logits, scan_grid, scan_launches, scan_operands
+from flash_delta.kernels.triton.forward.values import load_values, value_rows
 from flash_delta.problem import Slots
 
 
@@ -166,13 +170,14 @@ def find_tokens(z, length, cu_seqlens, N, T, C: tl.constexpr, PACKED: tl.constex
 @triton.jit
 def scan_sequence(
     z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
-    initial_strides, final_strides, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    w_strides, initial_strides, final_strides, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr,
     INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNEL: tl.constexpr, RAW_W: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scans tokens ``start`` to ``stop`` of sequence n, or of segment z in it. Their chunks begin in ``slot``."""
-    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
+    q, p, v, w_gate, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
     read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets = indices
     N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column = numbers
     MAP: tl.constexpr = SEGMENTS and not OUTPUT and not SAVE
@@ -201,7 +206,7 @@ def scan_sequence(
     CHECKPOINTS: tl.constexpr = POOL and checkpoint_indices is not None
     rows, k_matrix, v_matrix, c_matrix = chunks * (HV * C), (0, KP, 0, 1), (0, VP, 0, 1), (0, C, 0, 1)
     Xs = matrix(X + head * C * KP, k_matrix, rows, KP, C, BK, TMA)
-    vs = matrix(rows_of(v, v_strides, row, hv), v_strides, stop, V, C, BV, GIVEN_TMA)
+    values = value_rows(v, w_gate, v_strides, w_strides, row, hv, stop, V, C, BV, GIVEN_TMA)
     q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
     KEYS: tl.constexpr = KP if CHANNEL else K  # numbers in a row of the tensors that read and erase
     KEYS_TMA: tl.constexpr = TMA if CHANNEL else GIVEN_TMA
@@ -251,7 +256,7 @@ def scan_sequence(
             token, at = start + j * C, j * (HV * C)
             q_token = at if CHANNEL else token
             x = load_tile(Xs, k_matrix, at, rows, 0, KP, C, BK, TMA)
-            R = tl.trans(load_tile(vs, v_strides, token, stop, w, V, C, BV, GIVEN_TMA)).to(tl.float32)  # [BV, C]
+            R = load_values(values, v_strides, w_strides, token, stop, w, V, C, BV, GIVEN_TMA, RAW_W)  # [BV, C]
             s = S.to(ty)
             if SAVE:
                 store_tile(Ss, k_matrix, s, j * (HV * ROWS) + w, j * (HV * ROWS) + ROWS, 0, KP, BV, BK, TMA)
@@ -305,15 +310,16 @@ INDICES = [  # see decode.py
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=INDICES)
 def scan(
-    q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out, read_indices,
-    write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets, N, T, length, least, most, others, slots,
-    null_slot, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column, q_strides, p_strides,
-    v_strides, initial_strides, final_strides, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr, ERASE: tl.constexpr,
-    INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    CHANNEL: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    q, p, v, w_gate, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out,
+    read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets, N, T, length, least, most,
+    others, slots, null_slot, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column,
+    q_strides, p_strides, v_strides, w_strides, initial_strides, final_strides, HV, GROUP: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr,
+    OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr, RAW_W: tl.constexpr, TMA: tl.constexpr,
+    GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tensors = (q, p, v, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out)
+    tensors = (q, p, v, w_gate, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out)
     indices = (read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets)
     slots = (slots, null_slot)
     numbers = (N, T, length, slots, columns, interval, read_row, write_row, has_row, checkpoint_row, checkpoint_column)
@@ -340,15 +346,15 @@ def scan(
                 start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
                 scan_sequence(
                     z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
-                    v_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
-                    SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
+                    v_strides, w_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE,
+                    INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, RAW_W, TMA, GIVEN_TMA, OVERLAP, PRECISION,
                 )  # fmt: skip
         elif z < count:  # outside of the loop, where it would spill and take 8 % longer (docs/notes)
             start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
             scan_sequence(
                 z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
-                v_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
-                SEGMENTS, OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
+                v_strides, w_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE,
+                INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, RAW_W, TMA, GIVEN_TMA, OVERLAP, PRECISION,
             )  # fmt: skip
     else:
         n, row, start, stop, slot, number, ends = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
@@ -357,8 +363,8 @@ def scan(
             return
         scan_sequence(
             z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
-            initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL, SEGMENTS,
-            OUTPUT, SAVE, CHANNEL, TMA, GIVEN_TMA, OVERLAP, PRECISION,
+            w_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
+            SEGMENTS, OUTPUT, SAVE, CHANNEL, RAW_W, TMA, GIVEN_TMA, OVERLAP, PRECISION,
         )  # fmt: skip
 
 
@@ -382,8 +388,8 @@ def run_scan(
         launch_rule(
             c, scan, pointers, scan_grid(p, w), t,
             p.N, p.T, 0, w.least, w.most, int(w.others), *counts, *(table(t)[0] for t in indices[:3]),
-            *checkpoint_table(*indices[3:]), strides(x.q), strides(c.keys), strides(x.v), states(p, initial),
-            states(p, final),
+            *checkpoint_table(*indices[3:]), strides(x.q), strides(c.keys), strides(x.v), strides_if(x.w),
+            states(p, initial), states(p, final),
             INITIAL=initial is not None, POOL=0 if slots is None else p.HV, SEGMENTS=False, OUTPUT=True,
-            SAVE=r is not None, **copies(c, t, x.v), follows=True,
+            SAVE=r is not None, RAW_W=has_logits(c), **copies(c, t, x.v, x.w), follows=True,
         )  # fmt: skip

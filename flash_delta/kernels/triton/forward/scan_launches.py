@@ -70,12 +70,17 @@ def scratch_bytes(p: Problem, x: Inputs, chip: Chip) -> int:
     return most
 
 
-def copies(c: Draft, t: Tile, *values: Layout) -> dict[str, bool]:
+def has_logits(c: Draft) -> bool:
+    """Whether a scan loads w beside v, as logits."""
+    return c.x.w is not None and c.p.raw_beta
+
+
+def copies(c: Draft, t: Tile, *values: Layout | None) -> dict[str, bool]:
     """Whether the copy engine moves tensors of the workspace, and tensors of the caller: keys and ``values``.
 
     If rows have to be loaded number by number, it moves nothing: addresses of such loads leave it too few registers.
     """
-    given = (*values, *outside(c.p, c.x))
+    given = (*(y for y in values if y is not None), *outside(c.p, c.x))
     return {"TMA": t.tma and wide(given), "GIVEN_TMA": t.tma and fits_tma(c.p, *given)}
 
 
@@ -86,7 +91,7 @@ def wide(given: Iterable[Layout]) -> bool:
 
 def scan_operands(c: Draft, ch: Channels, s: Solved, f: Factors) -> tuple[Any, ...]:
     """The tensors that a scan reads for every chunk."""
-    return (*readers(c, ch), c.x.v, c.x.cu_seqlens, s.A, *maps(ch, f), ch.gamma)
+    return (*readers(c, ch), c.x.v, c.x.w, c.x.cu_seqlens, s.A, *maps(ch, f), ch.gamma)
 
 
 def readers(c: Draft, ch: Channels) -> tuple[Any, Any]:

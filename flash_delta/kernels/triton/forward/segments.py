@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 
 from flash_delta.kernels.device.chunk import bounds, count_slots, follow
-from flash_delta.kernels.runtime.arguments import columns, launch_rule, states, strides
+from flash_delta.kernels.runtime.arguments import columns, launch_rule, states, strides, strides_if
 from flash_delta.kernels.runtime.chip import Tile, precision
 from flash_delta.kernels.runtime.plan import Draft, Layout, Making
 from flash_delta.kernels.runtime.workspace import Channels, Factors, Solved
 from flash_delta.kernels.triton.forward.scan import load_state, scan, store_state
-from flash_delta.kernels.triton.forward.scan_launches import copies, scan_operands
+from flash_delta.kernels.triton.forward.scan_launches import copies, has_logits, scan_operands
 from flash_delta.kernels.triton.tiles import Segments, plan_endless, segment_tiles
 from flash_delta.problem import Problem
 
@@ -152,8 +152,8 @@ def _run_scan(
     launch_rule(
         c, scan, pointers, (-(-width // columns(p, t)), p.HV, count_slots(p, w.split.length)), t,
         p.N, p.T, w.split.length, *(0,) * 6, PART, *(0,) * 5, strides(x.q), strides(c.keys), strides(x.v),
-        states(p, initial), final, INITIAL=initial is not None, POOL=0, SEGMENTS=True, OUTPUT=output, SAVE=False,
-        **copies(c, t, x.v), follows=follows,
+        strides_if(x.w), states(p, initial), final, INITIAL=initial is not None, POOL=0, SEGMENTS=True, OUTPUT=output,
+        SAVE=False, RAW_W=has_logits(c), **copies(c, t, x.v, x.w), follows=follows,
     )  # fmt: skip
 
 
