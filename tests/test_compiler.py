@@ -260,7 +260,7 @@ def tiles_of_decode():
     groups = []
     for dtype, tokens in product((torch.float32, torch.bfloat16), (1, 4)):
         for records in (False, True):
-            tiles = RECORDS if records else (FEW[dtype.itemsize], DECODE[True, dtype.itemsize][1])
+            tiles = RECORDS[dtype.itemsize] if records else (FEW[dtype.itemsize], DECODE[True, dtype.itemsize][1])
             case = serving.Decoding(dtype=dtype, tokens=tokens, records=records)
             lines = [[of_columns(t, line) for line in computed(case, t)[0] if "arith.extf" not in line] for t in tiles]
             groups.append(lines)
@@ -338,6 +338,16 @@ def test_tiles_of_decoding_compute_the_same(process):
         assert few == usual
     for (plain, _), (recorded, _) in zip(found[::2], found[1::2], strict=True):
         assert recorded[-len(plain) :] == plain
+
+
+@needs_triton
+def test_with_narrow_heads_threads_load_as_much_at_once_as_with_wide_ones():
+    """Otherwise a value column would have more threads with some tiles than with others, and other sums."""
+    from flash_delta.kernels.triton.tiles import DECODE, RECORDS
+
+    for size, tiles in RECORDS.items():
+        for t in (*tiles, DECODE[True, size][0]):
+            assert t.BV * 16 * size >= 32 * t.warps * 16, (size, t)  # 16 channels; 32 threads of 16 bytes
 
 
 @needs_triton

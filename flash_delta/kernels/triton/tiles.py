@@ -190,8 +190,9 @@ DECODE = {
 # the bytes of a number in the pool; and the most columns per multiprocessor for which this holds.
 FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(1, 1, 8)}, 128
 # For drafts that leave records, with values first and K up to 128: with few rows, and with more. Measured on an H200
-# with a width of 128: wide programs share more of what a token takes besides the state.
-RECORDS = Tile(1, 1, 8), Tile(1, 1, 32)
+# with a width of 128: wide programs share more of what a token takes besides the state. By the bytes of a number in the
+# pool, as narrow tiles of narrow heads would leave a thread less than it loads at once, and so other sums.
+RECORDS = {4: (Tile(1, 1, 8), Tile(1, 1, 32)), 2: (Tile(1, 1, 16), Tile(1, 1, 32))}
 
 
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
@@ -208,7 +209,8 @@ def record_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
     """The tiles of drafts that leave records, as `decode_tiles`."""
     if not p.state_v_first or p.K > 128:
         return decode_tiles(p, chip, every)
-    return RECORDS if every else (RECORDS[0] if _are_few(p, chip) else RECORDS[1],)
+    few, usual = RECORDS[p.pools.dtype.itemsize]
+    return (few, usual) if every else (few if _are_few(p, chip) else usual,)
 
 
 def _are_few(p: Problem, chip: Chip) -> bool:

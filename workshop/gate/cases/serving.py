@@ -210,7 +210,7 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(f"{name}-few", partial(call_decode, DECODINGS[name], FEW[DECODINGS[name].dtype.itemsize]))
     for name, case in RECORDED.items():
         usual = case.v_first and case.model.width <= 128
-        for t in RECORDS if usual else DECODE[case.v_first, case.dtype.itemsize][-1:]:
+        for t in RECORDS[case.dtype.itemsize] if usual else DECODE[case.v_first, case.dtype.itemsize][-1:]:
             yield Launch(f"{name}-BV={t.BV}", partial(call_decode, case, t))
             if not case.whole:
                 yield Launch(f"{name}-BV={t.BV}-commit", partial(call_commit, case, t, kept=case.v_first))
