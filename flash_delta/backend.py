@@ -43,7 +43,7 @@ class Backend(Protocol):
 
     Shapes, dtypes and devices of ``inputs`` are as :class:`~flash_delta.problem.Inputs` and the problem say. Strides
     may be any. Values of ``cu_seqlens`` and of indices may be wrong, but must not make a kernel touch other memory.
-    Autocast is off.
+    Autocast is off. ``problem.steps`` is 1 unless the backend has a ``takes_steps(problem)`` that is True.
 
     ``known``: None, or an object that is the same for all calls that differ only in their tensors' values. A backend
     may keep in ``known.launches`` what it found about the call, or may ignore ``known``.
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """Runs whole sequences.
 
         Returns:
-            * ``o [B, T, HV, V]`` in ``problem.dtype``. In a packed ``o``, tokens after the last sequence are zeros.
+            * ``o`` of ``problem.o_shape`` in ``problem.dtype``. In a packed ``o``, rows after the last sequence are 0.
             * ``final_state`` of ``problem.state_shape`` in ``problem.accumulate``, always, and in its own memory.
             * With ``problem.needs_grad``: ``saved``, which ``backward`` needs, and ``planned``, which saves it work.
             * With ``problem.keep_states``: ``states``, those at the chunks' starts.

@@ -154,9 +154,8 @@ class Descriptor:
     def lines(self, at, tile):
         """The last axis of a tile, line by line, with where it lies in memory; None outside."""
         flat = tile.t.view(-1, tile.shape[-1])
-        rows = range(tile.shape[-2]) if len(at) > 1 else [0]
-        for r in rows:
-            place = [*at[:-2], at[-2] + r, at[-1]]
+        for r, steps in enumerate(product_of(*map(range, tile.shape[:-1]))):
+            place = [*(p + step for p, step in zip(at[:-1], steps, strict=True)), at[-1]]
             inside = all(0 <= p < size for p, size in zip(place, self.shape, strict=True))
             assert place[-1] + tile.shape[-1] <= self.shape[-1], "columns are never clipped here"
             start = sum(p * s for p, s in zip(place, self.strides, strict=True)) % self.space
@@ -450,6 +449,7 @@ def take_every_call(monkeypatch, forward, backward=None):
         backward=backward or backend.backward,
         unsupported=lambda p: None,
         preference=lambda p: (0, None),
+        takes_steps=lambda p: 64 % p.steps == 0,
     )
     monkeypatch.setattr(_function, "load_backend", lambda name: taken)
     monkeypatch.setattr(_backend, "_find", lambda name, on_cpu, load: taken)

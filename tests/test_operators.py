@@ -80,7 +80,7 @@ def test_what_kernels_are_compiled_for():
         "device": p.device, "H": 2, "HV": 4, "K": 16, "V": 32, "gate": "channel",
         "erase": "decayed", "packed": True, "l2norm": True, "raw_gate": False, "raw_beta": False, "bounded": True,
         "channel_strength": False, "reflects": True, "state_v_first": False, "batch_invariant": False, "taps": 4,
-        "window": 3, "rolling": False,
+        "window": 3, "rolling": False, "steps": 1,
         "activation": "silu", "needs_grad": False, "disable_recompute": False,
     }  # fmt: skip
     assert _facts(p) == want

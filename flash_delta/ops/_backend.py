@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import flash_delta.backend as backends
+from flash_delta.ops._execute import interleaved, takes_steps
 from flash_delta.problem import ENVIRONMENT, ElementwiseProblem, Problem
 
 Call = Problem | ElementwiseProblem
@@ -168,5 +169,8 @@ class Explain:
                 why = hesitations[name]
                 reasons[name] = f"can, but {chosen!r} is preferred" + ("" if why is None else f": {why}")
         if self.launches and chosen is not None and hasattr(load_backend(chosen), "plans"):
-            launches = {name: str(plan) for name, plan in load_backend(chosen).plans(problem, *groups).items()}
+            module, run, given = load_backend(chosen), problem, groups
+            if not takes_steps(module, problem):
+                run, given = problem._replace(steps=1), (interleaved(problem.steps, groups[0]),)
+            launches = {name: str(plan) for name, plan in module.plans(run, *given).items()}
         return Explanation(problem, chosen, reasons, groups, launches)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flash_delta.ops._check.options import as_size
 from flash_delta.ops._check.rule import refuse_head_first, state_layout
-from flash_delta.ops._check.updates import by_tokens, by_updates
+from flash_delta.ops._check.updates import by_tokens, by_updates, run_updates
 from flash_delta.ops._context import Context, run_chunks
 from flash_delta.ops._function import run_tokens
 from flash_delta.problem import Inputs
@@ -108,7 +108,7 @@ def chunk_gated_delta_product(
         S_{t,j} = S_{t,j-1} + \beta_{tj} k_{tj} (v_{tj} - S_{t,j-1}^\top k_{tj})^\top \quad (j = 1 \ldots n), \qquad
         S_t = S_{t,n}, \qquad o_t = \text{scale} \cdot S_t^\top q_t
 
-    It runs as the gated delta rule on n T tokens, so it costs about n times as much. Its backends are those of
+    It runs as the gated delta rule on n T rows, so it costs about n times as much. Its backends are those of
     :func:`flash_delta.chunk_gated_delta_rule`, where arguments that are not listed here mean the same.
 
     Args:
@@ -144,15 +144,15 @@ def chunk_gated_delta_product(
     op = "chunk_gated_delta_product"
     n = as_size(op, "num_householder", num_householder)
     inputs = Inputs(q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    inputs, bounds, cp_context = by_updates(op, n, inputs, cu_seqlens_cpu, cp_context)
     options = {
         "op": op, "gate": ("none" if g is None else "scalar", False, None), "erase": "decayed", "scale": scale,
         "chunk_size": chunk_size, "l2norm": use_qk_l2norm_in_kernel, "raw_beta": use_beta_sigmoid_in_kernel,
         "neg_eigval": allow_neg_eigval, "state_v_first": state_v_first, "disable_recompute": disable_recompute,
         "batch_invariant": batch_invariant,
     }  # fmt: skip
-    found = run_chunks(cp_context, inputs, options, bounds, output_final_state=output_final_state, backend=backend)
-    return by_tokens(n, found)
+    return run_updates(
+        n, inputs, options, cu_seqlens_cpu, cp_context, output_final_state=output_final_state, backend=backend
+    )
 
 
 def fused_recurrent_gated_delta_product(

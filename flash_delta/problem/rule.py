@@ -19,7 +19,7 @@ class Problem(NamedTuple):
 
     op: Schema[str]  # the public function that was called; error messages name it
     B: int
-    T: int
+    T: int  # rows of k and v; q, g and o have T // steps
     H: Compiled[int]
     HV: Compiled[int]
     K: Compiled[int]
@@ -49,6 +49,13 @@ class Problem(NamedTuple):
     needs_grad: Schema[bool] = False
     batch_invariant: Schema[Compiled[bool]] = False  # chunk ops, prefill: no sequence changes another one's bits
     pools: Pools | None = None  # of a serving call
+    # Updates of the state per token, a divisor of T: rows of k, v and beta for each row of q, g and o. ``lengths`` and
+    # Inputs.cu_seqlens count rows of k.
+    steps: Schema[Compiled[int]] = 1
+
+    @property
+    def o_shape(self) -> tuple[int, ...]:
+        return self.B, self.T // self.steps, self.HV, self.V
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -83,10 +90,10 @@ def sharing(p: Problem) -> Problem:
 class Inputs(NamedTuple):
     """The tensors of a call, as given. In the backward pass the same tuple holds their gradients."""
 
-    q: Tensor  # [B, T, H, K]
+    q: Tensor  # [B, T / steps, H, K]
     k: Tensor  # [B, T, H, K]
     v: Tensor  # [B, T, HV, V]
-    g: Tensor | None = None  # [B, T, HV] or [B, T, HV, K]: log decay, or raw activation
+    g: Tensor | None = None  # [B, T / steps, HV] or [B, T, HV, K]: log decay, or raw activation
     beta: Tensor | None = None  # [B, T, HV]: write strength, or its logit; None: 1
     p: Tensor | None = None  # [B, T, H, K]: erase keys; None: k
     initial_state: Tensor | None = None  # Problem.state_shape
@@ -140,7 +147,7 @@ class Around(NamedTuple):
 class Outputs(NamedTuple):
     """What a backend's forward returns."""
 
-    o: Tensor  # [B, T, HV, V]
+    o: Tensor  # [B, T / steps, HV, V]
     final_state: Tensor  # Problem.state_shape, in Problem.accumulate
     saved: tuple[Tensor, ...] = ()  # for the same backend's backward; empty unless Problem.needs_grad
     states: Tensor | None = None  # [B, chunks, *Problem.state_shape[1:]] at chunk starts, with Problem.keep_states

@@ -188,50 +188,77 @@ def matrix(x, strides, stop, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.co
 
 
 @triton.jit
-def load_tile(x, strides, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False):
-    """Loads ``[C, W]`` from a token and a column on. Numbers from row ``stop`` and column ``width`` on are 0."""
+def sees(i, j, STEPS: tl.constexpr):
+    """Whether the query in row i reads what row j writes, [C, C]. With STEPS it reads all rows of its own token, of
+    which i is the first."""
+    if STEPS == 1:
+        return i[:, None] >= j[None, :]
+    else:
+        return (i | (STEPS - 1))[:, None] >= j[None, :]
+
+
+@triton.jit
+def load_tile(
+    x, strides, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False,
+    STEPS: tl.constexpr = 1,
+):  # fmt: skip
+    """Loads ``[C, W]`` from a token and a column on. Numbers from row ``stop`` and column ``width`` on are 0.
+
+    With STEPS the tensor has a row for so many rows of k (`Problem.steps`). It is the first of them, and the others are
+    0. Tokens are those of k, and chunks are multiples of STEPS.
+    """
     if TMA:
         return x.load([token, column])
     else:
         i, c = token + tl.arange(0, C), column + tl.arange(0, W)
-        at = steps(i.to(tl.int64), strides, 1)[:, None] + c[None, :] * strides[3]
-        return tl.load(x + at, mask=(i < stop)[:, None] & (c < width)[None, :], other=0.0)
+        place = i if STEPS == 1 else i // STEPS
+        at = steps(place.to(tl.int64), strides, 1)[:, None] + c[None, :] * strides[3]
+        known = i < stop if STEPS == 1 else (i < stop) & (i % STEPS == 0)
+        return tl.load(x + at, mask=known[:, None] & (c < width)[None, :], other=0.0)
 
 
 @triton.jit
-def reciprocal_lengths(x, strides, token, stop, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
-    """``(sum x^2 + eps)^{-1/2}`` of the rows of a chunk, [C]."""
+def reciprocal_lengths(
+    x, strides, token, stop, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr = 1
+):  # fmt: skip
+    """``(sum x^2 + eps)^{-1/2}`` of the rows of a chunk, [C]. STEPS: as in `load_tile`."""
     squares = tl.zeros([C, W], tl.float32)
     for column in range(0, K, W):
-        tile = load_tile(x, strides, token, stop, column, K, C, W).to(tl.float32)
+        tile = load_tile(x, strides, token, stop, column, K, C, W, False, STEPS).to(tl.float32)
         squares += tile * tile
     return tl.rsqrt(tl.sum(squares, 1) + 1e-6)
 
 
 @triton.jit
 def store_tile(
-    x, strides, tile, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False
-):
+    x, strides, tile, token, stop, column, width, C: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr = False,
+    STEPS: tl.constexpr = 1,
+):  # fmt: skip
     """Stores a tile of ``load_tile``. Nothing is written from row ``stop`` and column ``width`` on."""
     if TMA:
         x.store([token, column], tile)
     else:
         i, c = token + tl.arange(0, C), column + tl.arange(0, W)
-        at = steps(i.to(tl.int64), strides, 1)[:, None] + c[None, :] * strides[3]
-        tl.store(x + at, tile, mask=(i < stop)[:, None] & (c < width)[None, :])
+        place = i if STEPS == 1 else i // STEPS
+        at = steps(place.to(tl.int64), strides, 1)[:, None] + c[None, :] * strides[3]
+        known = i < stop if STEPS == 1 else (i < stop) & (i % STEPS == 0)
+        tl.store(x + at, tile, mask=known[:, None] & (c < width)[None, :])
 
 
 @triton.jit
-def load_row(x, strides, token, stop, C: tl.constexpr):
-    """Loads ``[C]`` in float32, one number per token, such as gates and strengths."""
+def load_row(x, strides, token, stop, C: tl.constexpr, STEPS: tl.constexpr = 1):
+    """Loads ``[C]`` in float32, one number per token, such as gates and strengths. STEPS: as in `load_tile`."""
     i = token + tl.arange(0, C)
-    return tl.load(x + i.to(tl.int64) * strides[1], mask=i < stop, other=0.0).to(tl.float32)
+    at = x + (i if STEPS == 1 else i // STEPS).to(tl.int64) * strides[1]
+    known = i < stop if STEPS == 1 else (i < stop) & (i % STEPS == 0)
+    return tl.load(at, mask=known, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_row(x, strides, row, token, stop, C: tl.constexpr):
+def store_row(x, strides, row, token, stop, C: tl.constexpr, STEPS: tl.constexpr = 1):
     i = token + tl.arange(0, C)
-    tl.store(x + i.to(tl.int64) * strides[1], row.to(x.dtype.element_ty), mask=i < stop)
+    at, number = x + (i if STEPS == 1 else i // STEPS).to(tl.int64) * strides[1], row.to(x.dtype.element_ty)
+    tl.store(at, number, mask=i < stop if STEPS == 1 else (i < stop) & (i % STEPS == 0))
 
 
 @triton.jit

@@ -107,6 +107,11 @@ def preference(p: Problem) -> tuple[int, str | None]:
     return (2, None) if why is None else (0, why)
 
 
+def takes_steps(p: Problem) -> bool:
+    """Whether kernels read q and g once per token. If heads are padded, copies have a row of q for each row of k."""
+    return triton.takes_steps(p) and not pads(p)
+
+
 def _slow_padding(p: Problem) -> str | None:
     """Why padded heads are not faster than ``triton``, or None. Measured on an H100 (docs/notes): training is faster at
     every measured width. A forward pass alone is not faster where ``triton`` uses the copy engine."""
@@ -149,7 +154,7 @@ def _splits_values(p: Problem) -> bool:
 
 def _nothing(p: Problem, x: Inputs) -> Outputs:
     """The results of a call without tokens or sequences, for which nothing is compiled or launched."""
-    o = torch.empty(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=p.device)
+    o = torch.empty(p.o_shape, dtype=p.dtype, device=p.device)
     final = torch.empty(*p.state_shape, dtype=torch.float32, device=p.device)
     final.zero_() if x.initial_state is None else final.copy_(x.initial_state)
     return Outputs(o.zero_(), final, empty_saved(p, x))

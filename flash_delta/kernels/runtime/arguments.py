@@ -67,7 +67,7 @@ def _of_problem(p: Problem, chip: Chip, x: Inputs) -> dict[str, Any]:
         "ERASE": p.erase is not None, "UNDECAYED": p.erase == "undecayed", "OWN_P": x.p is not None,
         "STRENGTH": p.channel_strength,
         "PRECISION": precision(p.dtype, chip), "OVERLAP": overlaps(p, chip), "SHORT": short(p), "WIDTH": p.K,
-        "V_FIRST": p.state_v_first, "REFLECTS": p.most_beta > 1, **p.gate.constants(),
+        "V_FIRST": p.state_v_first, "REFLECTS": p.most_beta > 1, "STEPS": p.steps, **p.gate.constants(),
     }  # fmt: skip
 
 

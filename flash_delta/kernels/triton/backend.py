@@ -84,6 +84,11 @@ def remark(p: Problem) -> str | None:
     return "; ".join(filter(None, said)) or None
 
 
+def takes_steps(p: Problem) -> bool:
+    """Whether kernels read q and g once per token. Chunks must not cut a token."""
+    return p.gate.kind != "channel" and p.pools is None and not p.recurrent and C % p.steps == 0
+
+
 def empty_saved(p: Problem, x: Inputs) -> tuple[Tensor, ...]:
     """Empty tensors like those that ``forward`` saves: those of `solve`, and with ``disable_recompute`` all."""
     fixed = p._replace(H=int(p.H), HV=int(p.HV), K=int(p.K), V=int(p.V))  # never symbols: kernels are compiled for them

@@ -51,6 +51,7 @@ class Options(NamedTuple):
     disable_recompute: Annotated[bool, "disable_recompute"] = False
     batch_invariant: Annotated[bool, "batch_invariant"] = False
     pools: tuple[Any, ...] | None = None  # of a serving op: the fields of PoolOptions
+    steps: int = 1
 
 
 _hints = get_type_hints(Options, include_extras=True)

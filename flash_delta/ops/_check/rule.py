@@ -24,7 +24,8 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     ``options`` must have gone through `cast`.
     """
     op, gate, kind, erase, scale = options.op, options.gate, options.gate[0], options.erase, options.scale
-    B, T, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
+    B, tokens, H, K = check_shape(op, "q", x.q, "B", "T", "H", "K")
+    T = options.steps * tokens
     check_shape(op, "k", x.k, B, T, H, K)
     _, _, HV, V = check_shape(op, "v", x.v, B, T, "HV", "V")
     for name, t in (("q", x.q), ("v", x.v)):
@@ -40,7 +41,7 @@ def describe(x: Inputs, options: Options, cu_seqlens_cpu: Tensor | Sequence[int]
     elif x.beta is not None or not (options.optional_beta or erase is None):
         check_shape(op, "beta", x.beta, B, T, HV)
     if kind != "none":
-        check_shape(op, "g", x.g, *((B, T, HV, K) if kind == "channel" else (B, T, HV)))
+        check_shape(op, "g", x.g, *((B, T, HV, K) if kind == "channel" else (B, tokens, HV)))
     _check_dtypes_and_devices(op, x)
     refuse_transforms(op, x._fields, x)
     _check_gate(op, x, gate, HV)
@@ -169,7 +170,7 @@ def read_lengths(
     op: str, x: Inputs, cu_seqlens_cpu: Tensor | Sequence[int] | None, wait: bool = False
 ) -> tuple[int, ...] | None:
     """The sequences' lengths. If only the device has them: None, or with ``wait`` the host waits for them."""
-    B, T = x.q.shape[:2]
+    B, T = x.k.shape[:2]
     if x.cu_seqlens is None:
         refuse_unless_none(op, "cu_seqlens_cpu", cu_seqlens_cpu, "there is no cu_seqlens")
         return (T,) * B

@@ -45,7 +45,8 @@ def _run(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, backend: str 
 
 def _fake(x: Inputs, cu_seqlens_cpu: Tensor | None, fields: Fields, backend: str | None) -> list[Tensor]:
     problem, module = _describe(x, _some_lengths(x, cu_seqlens_cpu), fields, backend)
-    results = [x.v.new_empty(x.v.shape), x.v.new_empty(problem.state_shape, dtype=problem.accumulate)]
+    o = x.v.new_empty(*x.q.shape[:2], *x.v.shape[2:])
+    results = [o, x.v.new_empty(problem.state_shape, dtype=problem.accumulate)]
     if problem.keep_states:
         chunks = (problem.T + problem.chunk_size - 1) // problem.chunk_size
         if problem.packed:  # the size depends on the bounds' values
@@ -84,7 +85,7 @@ def _describe(
     x: Inputs, lengths: tuple[int, ...] | None, fields: Fields, wish: str | None
 ) -> tuple[Problem, ModuleType]:
     """The Problem, made again from the operator's arguments, and its backend."""
-    (B, T, H, K), (HV, V), packed = x.q.shape, x.v.shape[2:], x.cu_seqlens is not None
+    (B, T, H, K), (HV, V), packed = x.k.shape, x.v.shape[2:], x.cu_seqlens is not None
     problem = Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=x.cu_seqlens.shape[0] - 1 if packed else B, dtype=x.q.dtype,
         device=x.q.device, erase_keys=x.p is not None, strength_dtype=strength_dtype(x), lengths=lengths, packed=packed,

@@ -83,8 +83,8 @@ def channel_gradients(
     return p._replace(H=p.HV, needs_grad=True, gate=p.gate._replace(dtype=g_dtype), l2norm=l2norm), x
 
 
-def training(width: int, *, saving: bool = False, raw: bool = True) -> tuple[Problem, Inputs]:
-    p, x = problem_of(RuleCase(width, raw=raw))
+def training(width: int, *, saving: bool = False, **case: bool | int) -> tuple[Problem, Inputs]:
+    p, x = problem_of(RuleCase(width, **({"raw": True} | case)))
     return p._replace(needs_grad=True, disable_recompute=saving), x
 
 
@@ -102,6 +102,9 @@ CASES = {
     "saving": partial(training, 128, saving=True),
     "saving-given": partial(training, 128, saving=True, raw=False),
     "saving-64": partial(training, 64, saving=True),
+    "steps": partial(problem_of, RuleCase(steps=2)),
+    "steps-training": partial(training, 128, steps=2),
+    "steps-saving-64": partial(training, 64, saving=True, steps=4),
 }
 CHANNELS = {
     "channel": partial(channels, packed=True, bound=-5.0),
@@ -128,7 +131,6 @@ GRADIENTS = {
     "gdn2-back-raw": partial(channel_gradients, raw=True, g_dtype=torch.bfloat16, strength=True),
     "gdn2-back-bounded": partial(channel_gradients, raw=True, bound=-5.0, g_dtype=torch.bfloat16, strength=True),
 }
-TAPES = "packed", "batched"
 RATES = CASES | {"packed-alike": alike}
 FORMS = {64: {"slim": SLIM}, 128: {"wide": WIDE, "narrow": NARROW}, 256: {}}
 CHANNEL_FORMS = {
@@ -220,7 +222,8 @@ def launches(target: str) -> Iterator[Launch]:
         return
     for case in RATES:
         yield Launch(case, partial(call_rates, case))
-    yield from (Launch(f"{case}-tape", partial(call_tape, case, follows=case != "batched")) for case in TAPES)
+    for case in ("packed", "batched"):
+        yield Launch(f"{case}-tape", partial(call_tape, case, follows=case != "batched"))
     for case, made in CASES.items():
         p = made()[0]
         width, forms = p.K, SAVING_FORMS if p.disable_recompute else FORMS
@@ -232,7 +235,6 @@ def launches(target: str) -> Iterator[Launch]:
             for form in ("back", "back-tape", "back-segments", "back-ends"):
                 yield Launch(f"{case}-{form}", partial(call_back, made, form))
     yield Launch("training-logs-back", call_gates_back)
-    yield from padding.launches()
     for case in CHANNELS:
         parts = case != "channel-free" and not case.startswith("gdn2")  # they have none
         forms = [form for form in CHANNEL_FORMS if form != "-parts" or parts]
@@ -244,5 +246,5 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(case, partial(call_channel_back, case, rest=False))
         if GRADIENTS[case]()[0].gate.bound is None:
             yield Launch(f"{case}-deep", partial(call_channel_back, case, rest=True))
-    yield from pools.launches()
-    yield from channel_prompts.launches()
+    for module in (padding, pools, channel_prompts):
+        yield from module.launches()

@@ -38,7 +38,7 @@ def call_back(made: Callable[[], tuple[Problem, Inputs]], form: str) -> None:
     c, p, memory = kernels.c, kernels.p, kernels.made
     saved, *kept = make_groups(memory, p, *saved_groups(p))
     (trace,) = kept or make_groups(memory, p, Trace)
-    do, dfinal = memory.like("do", kernels.x.v), memory.new("dfinal", p.state_shape, torch.float32)
+    do, dfinal = memory.new("do", p.o_shape, p.dtype), memory.new("dfinal", p.state_shape, torch.float32)
     lines, gates, d = new_lines(memory, p), new_gates(memory, p), gradients(kernels)
     length = None if form in ("back", "back-tape") else 128
     tapes = new_tapes(memory, p, c.chip, Taped(trace=True, gradients=True) if form == "back-tape" else NO_TAPES)

@@ -21,6 +21,7 @@ class RuleCase(NamedTuple):
     gap: int = 0  # elements between heads; with odd ones kernels cannot use the copy engine
     values: int | None = None  # V
     strength: bool = False  # gates b and w in place of beta
+    steps: int = 1  # updates of the state per token
 
 
 # Every combination of flags that the code of a kernel depends on, once. Scans need fewer (SCANS): they do not depend on
@@ -29,6 +30,7 @@ CHUNKS = {
     "gdn-64": RuleCase(64),
     "gdn-128": RuleCase(),
     "gdn-128-raw": RuleCase(raw=True),
+    "gdn-128-steps": RuleCase(raw=True, steps=2),
     "gdn-256": RuleCase(256),
     "gdn-100": RuleCase(100, raw=True),
     "gdn-256-512": RuleCase(256, values=512),
@@ -53,8 +55,9 @@ CHUNKS = {
 SCANS = {
     name: CHUNKS[name]
     for name in (
-        "gdn-64", "gdn-128", "gdn-256", "gdn-100", "gdn-256-512", "gdn-64-float32", "simple-gla-128", "kda-128",
-        "kda-100", "kda-256-512", "gdn2-64", "gdn2-128", "gdn2-128-bounded", "gdn2-256-512", "gdn2-64-float32",
+        "gdn-64", "gdn-128", "gdn-128-steps", "gdn-256", "gdn-100", "gdn-256-512", "gdn-64-float32", "simple-gla-128",
+        "kda-128", "kda-100", "kda-256-512", "gdn2-64", "gdn2-128", "gdn2-128-bounded", "gdn2-256-512",
+        "gdn2-64-float32",
     )
 }  # fmt: skip
 SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128", "gdn2-128", "gdn2-128-bounded")  # that also run in segments
@@ -63,7 +66,7 @@ SPLIT = ("gdn-64", "gdn-128", "simple-gla-128", "kda-128", "gdn2-128", "gdn2-128
 def describe(
     x: Inputs, gate: str = "scalar", erase: str | None = "decayed", raw: bool = False, bound: float | None = None
 ) -> Problem:
-    (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
+    (B, T, H, K), (HV, V) = x.k.shape, x.v.shape[2:]
     packed = x.cu_seqlens is not None
     N = x.cu_seqlens.numel() - 1 if packed else B
     return Problem(
@@ -76,13 +79,14 @@ def describe(
 def problem_of(case: RuleCase) -> tuple[Problem, Inputs]:
     new = partial(torch.empty, device="meta")
     H, HV, T, K, V = 2, 4, case.tokens, case.width, case.values or case.width
-    q = new(1, T, H, K + case.gap, dtype=case.dtype)[..., :K]
+    q, k = (new(1, rows, H, K + case.gap, dtype=case.dtype)[..., :K] for rows in (T // case.steps, T))
     v = new(1, T, HV, V + case.gap, dtype=case.dtype)[..., :V]
-    g = {"none": None, "scalar": new(1, T, HV), "channel": new(1, T, HV, K, dtype=case.dtype)}[case.gate]
+    g = {"none": None, "scalar": new(1, T // case.steps, HV), "channel": new(1, T, HV, K, dtype=case.dtype)}[case.gate]
     beta = None if case.erase is None or case.strength else new(1, T, HV)
     A_log = new(HV) if case.raw else None
     dt_bias = new(HV * K) if case.raw and case.gate == "channel" else A_log
     own = q if case.erase == "undecayed" else None
-    x = Inputs(q, q, v, g, beta, own, new(2, HV, K, V), A_log, dt_bias, new(3, dtype=torch.int32))
+    x = Inputs(q, k, v, g, beta, own, new(2, HV, K, V), A_log, dt_bias, new(3, dtype=torch.int32))
     x = x._replace(b=new(g.shape, dtype=case.dtype), w=v) if case.strength else x
-    return describe(x, case.gate, case.erase, case.raw, case.bound)._replace(channel_strength=case.strength), x
+    p = describe(x, case.gate, case.erase, case.raw, case.bound)
+    return p._replace(channel_strength=case.strength, steps=case.steps), x

@@ -70,7 +70,7 @@ class Planned:
 
     def results(self) -> Results:
         final = self.made.new("final_state", self.p.state_shape, torch.float32)
-        return Results(self.made.new("o", self.x.v.shape, self.p.dtype), final)
+        return Results(self.made.new("o", self.p.o_shape, self.p.dtype), final)
 
 
 class Kernels(Planned):

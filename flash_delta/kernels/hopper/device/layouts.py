@@ -10,7 +10,8 @@ BLOCKS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])) 
 # In shared memory, as wgmma and the copy engine need them.
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 HALF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))  # [.., 32]
-BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # TILE, as `boxes.ragged` describes it
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))  # TILE, as `boxes.ragged` describes it,
+STEP_BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 5))  # with an axis for steps, too
 FLOATS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32,
 FLOAT_BOX = gl.constexpr(gl.NVMMASharedLayout(128, 32, 4))  # and as `boxes.ragged` describes it
 STATE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))  # of float32

@@ -20,7 +20,9 @@ ChunkTiles = namedtuple("ChunkTiles", "q k v rates A P v2 S U dS dV L", defaults
 
 
 @gluon.jit
-def load_chunk(descs, tiles, bar, s, hv, run, token, index, batches, heads, group, column, valued, first):
+def load_chunk(
+    descs, tiles, bar, s, hv, run, token, index, batches, heads, group, column, valued, first, STEPS: gl.constexpr
+):
     """Starts copies of the tiles of a run's chunk to slot s, and tells ``bar`` how many bytes will arrive. ``index``:
     the number of the chunk and head."""
     q_desc, k_desc, v_desc, r_desc, a_desc = descs.q, descs.k, descs.v, descs.rates, descs.A
@@ -48,7 +50,7 @@ def load_chunk(descs, tiles, bar, s, hv, run, token, index, batches, heads, grou
         h = hv // group
         load_box(k_desc, row * batches.k + start, size, token, h * heads.k, bar, tiles.k.index(s), WIDTH)
         if q_desc is not None:
-            load_box(q_desc, row * batches.q + start, size, token, h * heads.q, bar, tiles.q.index(s), WIDTH)
+            load_box(q_desc, row * batches.q + start, size, token, h * heads.q, bar, tiles.q.index(s), WIDTH, STEPS)
         if r_desc is not None:
             if first:
                 gdc_wait()  # the kernels before this one have ended, and their results can be read
@@ -69,12 +71,14 @@ def end_early(flags, bar, c):
 
 
 @gluon.jit
-def load_role(descs, tiles, batches, heads, group, full, done, work, HV, column, flags=None, left=None):
+def load_role(
+    descs, tiles, batches, heads, group, full, done, work, HV, column, flags=None, left=None, STEPS: gl.constexpr = 1
+):
     """Fills a ring with k and rates, q, A, and columns of v from ``column`` on.
 
     ``descs``, ``tiles``, and strides between ``batches`` and ``heads``: `ChunkTiles`. ``full``: one barrier per slot of
     this ring. ``done``: one per slot of the program's longest ring. ``flags``, ``left``: those of `find_maps`, whose
-    state groups may end early, and how many chunks it has to scan."""
+    state groups may end early, and how many chunks it has to scan. STEPS: as in rings.py."""
     SLOTS: gl.constexpr = full.shape[0]
     NS: gl.constexpr = done.shape[0]
     pieces, t = find_pieces(work, HV), 0
@@ -96,7 +100,9 @@ def load_role(descs, tiles, batches, heads, group, full, done, work, HV, column,
             if not ended:
                 token, index = run.token + c * C, (run.chunk + c) * HV + hv
                 bar, first = full.index(s), t == 0
-                load_chunk(descs, tiles, bar, s, hv, run, token, index, batches, heads, group, column, valued, first)
+                load_chunk(
+                    descs, tiles, bar, s, hv, run, token, index, batches, heads, group, column, valued, first, STEPS
+                )
             c += 1
             t += 1
             going = (c < run.chunks) & (not ended)

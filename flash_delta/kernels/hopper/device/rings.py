@@ -2,6 +2,9 @@
 
 A ring has a few slots, and chunk t of a program uses slot t % slots. Every slot has two barriers. One is completed when
 a chunk's tiles have arrived. The other, ``done``, is completed when all readers have finished with them.
+
+With several updates of the state per token (STEPS, `Problem.steps`) a chunk still has 64 rows of k. What is there once
+per token, q, o and g, is in the first row of its token. In the other rows q is 0, nothing decays, and o is left out.
 """
 
 from triton.experimental import gluon
@@ -9,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flash_delta.kernels.hopper.device.gluon_compat import reinterpret, tma_load
-from flash_delta.kernels.hopper.device.layouts import BOX, FLOAT_BOX, RAGGED, C
+from flash_delta.kernels.hopper.device.layouts import BOX, FLOAT_BOX, RAGGED, STEP_BOX, C
 
 
 @gluon.jit
@@ -19,10 +22,42 @@ def rate(sr, s, row: gl.constexpr):
 
 
 @gluon.jit
-def load_box(desc, row, length, token, column, bar, tile, COLUMNS: gl.constexpr):
+def as_box(tile, dtype: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr = 1):
+    """A tile with the axes of its descriptor (`boxes.ragged`)."""
+    if STEPS == 1:
+        layout: gl.constexpr = FLOAT_BOX if dtype == gl.float32 else BOX
+        return reinterpret(tile, dtype, [1, 1, tile.shape[0], COLUMNS], layout)
+    else:
+        return reinterpret(tile, dtype, [1, 1, tile.shape[0] // STEPS, STEPS, COLUMNS], STEP_BOX)
+
+
+@gluon.jit
+def place_of(end, left, column, STEPS: gl.constexpr = 1):
+    """Where a tile is, for its descriptor. ``end``: the row after its sequence's last. ``left``: RAGGED, less the rows
+    from the tile's first one to that end. The copy engine leaves out what is after the end, and with STEPS the rows
+    that are not the first of their token."""
+    if STEPS == 1:
+        return (RAGGED, end, left, column)
+    else:  # a quotient of signed numbers would take registers that loading roles do not have
+        BITS: gl.constexpr = 1 + (STEPS > 2) + (STEPS > 4) + (STEPS > 8) + (STEPS > 16) + (STEPS > 32)
+        return (RAGGED, end >> BITS, RAGGED - RAGGED // STEPS + (left >> BITS), 0, column)
+
+
+@gluon.jit
+def sees(i, j, STEPS: gl.constexpr):
+    """Whether the query in row i reads what row j writes. It reads all updates of its own token, of which i is the
+    first."""
+    if STEPS == 1:
+        return i >= j
+    else:
+        return (i | (STEPS - 1)) >= j
+
+
+@gluon.jit
+def load_box(desc, row, length, token, column, bar, tile, COLUMNS: gl.constexpr, STEPS: gl.constexpr = 1):
     """Starts a copy of a tile's rows, from a sequence that begins at ``row``. Rows after its end are zeros."""
-    box = reinterpret(tile, desc.dtype, [1, 1, tile.shape[0], COLUMNS], FLOAT_BOX if desc.dtype == gl.float32 else BOX)
-    tma_load(desc, [RAGGED, row + length, RAGGED - length + token, column], bar, box)
+    at = place_of(row + length, RAGGED - length + token, column, STEPS)
+    tma_load(desc, at, bar, as_box(tile, desc.dtype, COLUMNS, STEPS))
 
 
 @gluon.jit

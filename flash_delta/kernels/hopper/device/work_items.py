@@ -170,10 +170,12 @@ def ends(item, work, HV):
 
 
 @gluon.jit
-def clear_padding(o, cu_seqlens, N, T, i, program, programs, COLUMNS):
+def clear_padding(o, cu_seqlens, N, T, i, program, programs, COLUMNS, STEPS: gl.constexpr = 1):
     """Writes zeros to o after the last sequence of a packed row. Programs take the tokens in turns."""
     end = load_bound(cu_seqlens, N, T)
     none = (i * 0).to(gl.float32)
+    if STEPS > 1:
+        end, T = end // STEPS, T // STEPS
     for token in range(end + program, T, programs):
         row = (i * 0 + token).to(gl.int64) * COLUMNS
         for column in range(0, COLUMNS, C):

@@ -23,6 +23,13 @@ def strides(*tokens: Layout | None) -> tuple[Any, ...]:
     return (*(t and token_stride(t) for t in tokens), tuple(t.stride(2) for t in tokens if t))
 
 
+def row_strides(p: Problem, *tokens: Layout) -> tuple[Any, ...]:
+    """Their `strides`. Those between batch rows count rows of k, also of tensors with one row per token."""
+    *batches, heads = strides(*tokens)
+    rows = [p.steps if t.shape[1] < p.T else 1 for t in tokens]
+    return *(stride * steps for stride, steps in zip(batches, rows, strict=True)), heads
+
+
 def describe(made: Making, t: Layout) -> Layout:
     """``t`` if there is a descriptor for it (`ragged`), otherwise a contiguous copy."""
     return t if describable(t) and t.offset == 0 else made.without_gaps(t)
@@ -46,7 +53,7 @@ def describable(t: Layout) -> bool:
     return channel == 1 and token > 0 and token % 8 == 0 and head % 8 == 0 and row % token == 0
 
 
-def ragged(t: Layout | None, width: int, height: int = C) -> Descriptor | None:
+def ragged(t: Layout | None, width: int, height: int = C, steps: int = 1) -> Descriptor | None:
     """Describes the tokens of all heads so that the copy engine clips at the end of any sequence. Loads after the end
     give zeros, and stores there do nothing. None without a tensor.
 
@@ -54,13 +61,19 @@ def ragged(t: Layout | None, width: int, height: int = C) -> Descriptor | None:
     has the coordinates ``[2^30, e, 2^30 - i]``. This is the right address because the strides of the first and the
     third axis add up to 2^34 numbers of 2 bytes, and 2^30 times that is 0 modulo 2^64 (the trick of
     ``triton.tools.ragged_tma``).
+
+    With ``steps`` the tensor has a row for so many rows of a tile. A further axis of size 1 stands for the others. So
+    loads give zeros there, and stores do nothing. Coordinates count rows of the tensor, ``[2^30, e, 2^30 - i, 0]``.
     """
     if t is None:
         return None
     box = layouts.FLOAT_BOX if t.dtype == torch.float32 else layouts.BOX
     _, token, head, _ = t.stride()
     shape = (0x7FFF0000, 0x7FFF0000, layouts.RAGGED.value, (t.shape[2] - 1) * head + t.shape[3])
-    return Descriptor(t, shape, (2**34 - token, token, token, 1), (1, 1, height, width), box.value)
+    if steps == 1:
+        return Descriptor(t, shape, (2**34 - token, token, token, 1), (1, 1, height, width), box.value)
+    shape, strides = (*shape[:3], 1, shape[3]), (2**34 - token, token, token, token, 1)
+    return Descriptor(t, shape, strides, (1, 1, height // steps, steps, width), layouts.STEP_BOX.value)
 
 
 def lines(t: Layout, width: int = 4 * C) -> Descriptor:

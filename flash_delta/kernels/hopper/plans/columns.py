@@ -41,7 +41,7 @@ def layouts_as_heads(p: Problem, x: Inputs) -> tuple[Problem, Inputs]:
 def joined(p: Problem, out: Outputs) -> Outputs:
     """The results of the call with whole heads."""
     final = out.final_state.view(p.N, p.HV, p.V, p.K)
-    return Outputs(out.o.view(p.B, p.T, p.HV, p.V), final if p.state_v_first else final.mT.contiguous())
+    return Outputs(out.o.view(p.o_shape), final if p.state_v_first else final.mT.contiguous())
 
 
 def _repeated(t: Tensor | None, n: int, axis: int) -> Tensor | None:

@@ -72,7 +72,7 @@ def plan_forward(p: Problem, chip: Chip, x: Inputs, *, choice: Scan | None) -> P
 
 def new_results(made: Making, p: Problem, width: str = "") -> tuple[Layout, Layout]:
     """o, and the final states."""
-    o = made.new(f"{width}o", (p.B, p.T, p.HV, p.V), p.dtype)
+    o = made.new(f"{width}o", p.o_shape, p.dtype)
     return o, made.new(f"{width}final_state", p.state_shape, torch.float32)
 
 

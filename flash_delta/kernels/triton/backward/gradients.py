@@ -67,7 +67,8 @@ def add(z, t, x, before, GATE: tl.constexpr, OWN_SUMS: tl.constexpr):
 def query_gradients(
     q, k, do, states, dPD, norms, rates, cu_seqlens, dq, parts, N, T, q_strides, k_strides, do_strides, H, HV,
     GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores dq of one chunk and key head, and the queries' terms of dg in row 1 of ``parts``."""
     slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
@@ -75,12 +76,12 @@ def query_gradients(
     ty: tl.constexpr = k.dtype.element_ty
     KP: tl.constexpr = pitch(K)
     STATE: tl.constexpr = whole_rows(V) * KP
-    out_strides = (T.to(tl.int64) * H * K, H * K, K, 1)
+    out_strides = ((T // STEPS).to(tl.int64) * H * K, H * K, K, 1)
     dq_rows = rows_of(dq, out_strides, row, h)
     if empty:
-        store_tile(dq_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
+        store_tile(dq_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK, False, STEPS)
         return
-    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK, False, STEPS)  # [C, BK]
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)
     OWN_SUMS: tl.constexpr = ty == tl.float32  # see key_gradients
     z, before = tl.zeros([C, BK], tl.float32), tl.zeros([C], tl.float32)
@@ -92,7 +93,7 @@ def query_gradients(
         t = tl.zeros([C, BK], tl.float32) if OWN_SUMS else z
         for w in range(0, V, BV):
             s0 = load_block(states + head * STATE, w, 0, V, KP, BV, BK)
-            dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)
+            dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV, False, STEPS)
             t = tl.dot((dO * e_q[:, None]).to(ty), s0, t, input_precision=PRECISION)
         z, sums, before = add(z, t, qq, before, GATE, OWN_SUMS)
         if GATE:
@@ -102,7 +103,7 @@ def query_gradients(
             before = tl.sum(qq * z, 1)
     if NORM:
         z = norm_backward(z, qq, tl.load(norms + (slot.to(tl.int64) * H + h) * 3 * C + i))
-    store_tile(dq_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK)
+    store_tile(dq_rows, out_strides, z.to(ty), token, stop, 0, K, C, BK, False, STEPS)
 
 
 @triton.jit(do_not_specialize=["N", "T", "H", "HV"])
@@ -110,7 +111,7 @@ def key_gradients(
     q, k, p, U, dU, states, dstates, dPD, taken, vectors, norms, rates, cu_seqlens, dk, dp, parts, N, T, q_strides,
     k_strides, p_strides, H, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
-    ERASE: tl.constexpr, OWN_P: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    ERASE: tl.constexpr, OWN_P: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores dk (and dp) of one chunk and key head, and the terms of dg for erasing and writing in rows 2 and 3 of
     ``parts``."""
@@ -130,7 +131,7 @@ def key_gradients(
             store_tile(dp_rows, out_strides, tl.zeros([C, BK], ty), token, stop, 0, K, C, BK)
         return
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
-    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)
+    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK, False, STEPS)
     pp = kk
     if OWN_P:
         pp = load_tile(rows_of(p, p_strides, row, h), p_strides, token, stop, 0, K, C, BK)
@@ -207,7 +208,7 @@ def key_gradients(
 @triton.jit
 def store_gate(
     sums, given, row, hv, head, token, stop, T, all_strides, HV, C: tl.constexpr,
-    RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Stores dg of one chunk and value head from the gradients ``sums`` of log decays, and its parts of the gradients
     of the raw gate's parameters. ``decays``: where the log decays of a raw gate are."""
@@ -215,22 +216,24 @@ def store_gate(
     i = tl.arange(0, C)
     if RAW_GATE:
         live = token + i < stop
-        a = load_row(rows_of(g, all_strides, row, hv), all_strides, token, stop, C)
+        if STEPS > 1:
+            live &= i % STEPS == 0
+        a = load_row(rows_of(g, all_strides, row, hv), all_strides, token, stop, C, STEPS)
         if HAS_BIAS:
             a += tl.load(dt_bias + hv).to(tl.float32)
         tl.store(dA_log + head, tl.sum(tl.where(live, sums * tl.load(decays + i), 0.0)))
         sums = head_gate_backward(sums, a, -tl.exp(tl.load(A_log + hv).to(tl.float32)))
         if HAS_BIAS:
             tl.store(ddt_bias + head, tl.sum(tl.where(live, sums, 0.0)))
-    strides = (T.to(tl.int64) * HV, HV, 1)
-    store_row(rows_of(dg, strides, row, hv), strides, sums, token, stop, C)
+    strides = ((T // STEPS).to(tl.int64) * HV, HV, 1)
+    store_row(rows_of(dg, strides, row, hv), strides, sums, token, stop, C, STEPS)
 
 
 @triton.jit(do_not_specialize=["N", "T", "g_batch", "HV"], do_not_specialize_on_alignment=PER_TOKEN)
 def gates(
     g, A_log, dt_bias, vectors, parts, cu_seqlens, dg, dA_log, ddt_bias, N, T, g_batch, g_token, g_head,
     HV, C: tl.constexpr, PACKED: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OVERLAP: tl.constexpr,
+    UNDECAYED: tl.constexpr, ERASE: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Stores dg of one chunk and value head, from its ``parts``. Also runs the backward pass of a raw gate. Grid
     (slots, HV)."""
@@ -239,10 +242,10 @@ def gates(
     n, row, token, stop = find_chunk(slot, cu_seqlens, N, T, C, PACKED)
     i = tl.arange(0, C)
     head = slot.to(tl.int64) * HV + hv
-    dg_strides = (T.to(tl.int64) * HV, HV, 1)
+    dg_strides = ((T // STEPS).to(tl.int64) * HV, HV, 1)
     dg_rows = rows_of(dg, dg_strides, row, hv)
     if PACKED and ((token >= stop) | (n >= N)):  # as in `enter_chunk`
-        store_row(dg_rows, dg_strides, tl.zeros([C], tl.float32), token, stop, C)
+        store_row(dg_rows, dg_strides, tl.zeros([C], tl.float32), token, stop, C, STEPS)
         if RAW_GATE:
             tl.store(dA_log + head, 0.0)
         if HAS_BIAS:
@@ -258,7 +261,7 @@ def gates(
         sums += tl.sum(tl.where(carrying, tl.load(parts + 2 * C)[None, :], 0.0), 1)
     given = (g, A_log, dt_bias, vectors + head * 4 * C + 3 * C, dg, dA_log, ddt_bias)
     strides = (g_batch, g_token, g_head)
-    store_gate(sums, given, row, hv, head, token, stop, T, strides, HV, C, RAW_GATE, HAS_BIAS)
+    store_gate(sums, given, row, hv, head, token, stop, T, strides, HV, C, RAW_GATE, HAS_BIAS, STEPS)
 
 
 def run_query_gradients(

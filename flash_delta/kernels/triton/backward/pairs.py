@@ -30,6 +30,7 @@ from flash_delta.kernels.device.chunk import (
     load_tile,
     pitch,
     rows_of,
+    sees,
     store_row,
     store_tile,
     whole_rows,
@@ -116,7 +117,7 @@ def pairs(
     GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, GATE: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
     UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr, STATES: tl.constexpr,
-    STRENGTH: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    STRENGTH: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     h = hv // GROUP
@@ -148,7 +149,7 @@ def pairs(
         for w in range(0, K, BK):
             kk = load_tile(k_rows, k_strides, token, stop, w, K, C, BK)  # [C, BK]
             if GATE:
-                qq = load_tile(q_rows, q_strides, token, stop, w, K, C, BK)
+                qq = load_tile(q_rows, q_strides, token, stop, w, K, C, BK, False, STEPS)
                 qk = tl.dot(qq, tl.trans(kk), qk, input_precision=PRECISION)
             if ERASE:
                 pp = kk
@@ -158,7 +159,7 @@ def pairs(
     do_rows = rows_of(do, do_strides, row, hv)
     dP, M, db = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     for w in range(0, V, BV):
-        dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV)  # [C, BV]
+        dO = load_tile(do_rows, do_strides, token, stop, w, V, C, BV, False, STEPS)  # [C, BV]
         u = load_block(U + head * C * VP, 0, w, C, VP, C, BV)
         lam = load_block(dU + head * C * VP, 0, w, C, VP, C, BV)
         dP = tl.dot(dO, tl.trans(u), dP, input_precision=PRECISION)
@@ -175,6 +176,7 @@ def pairs(
         else:
             store_tile(dv_rows, v_strides, (lam * b[:, None]).to(ty), token, stop, w, V, C, BV)
     lower, strict = i[:, None] >= i[None, :], i[:, None] > i[None, :]
+    seen = lower if STEPS == 1 else sees(i, i, STEPS)
     rq, rk, rp = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * 3 * C + i
@@ -182,7 +184,7 @@ def pairs(
     if GATE:
         high, low, high_p, low_p, _, _ = load_gate(first, i, C, UNDECAYED)
         dP *= decay(high, low, high, low)
-    dP = tl.where(lower, dP * (rq * scale)[:, None] * rk[None, :], 0.0)
+    dP = tl.where(seen, dP * (rq * scale)[:, None] * rk[None, :], 0.0)
     at = head * C * C + i[:, None] * C + i[None, :]
     tl.store(dPD + at, dP.to(ty))
     if ERASE:

@@ -61,7 +61,7 @@ def plan_usual_backward(
     ``kept``: of the backend, whose forward pass saves so many bytes. By default for all sizes, and then it is never
     run, but compiled together with the forward pass."""
     outer = Making()
-    do = outer.new("do", (p.B, p.T, p.HV, p.V), p.dtype)
+    do = outer.new("do", p.o_shape, p.dtype)
     saved = None if saved_bytes is None else outer.new("saved", (saved_bytes,), torch.uint8)
     found = plan(p, chip, x, OutputGradients(do, None), kept(saved), choice=choice)
     return found._replace(memory=(*found.memory, *outer))

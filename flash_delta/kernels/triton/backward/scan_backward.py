@@ -52,7 +52,8 @@ def scan_backward(
     dinitial_strides, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     REFLECTS: tl.constexpr, RECOMPUTE: tl.constexpr, SEGMENTS: tl.constexpr, ENDS: tl.constexpr, CHANNEL: tl.constexpr,
-    RAW_W: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    RAW_W: tl.constexpr, STEPS: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
@@ -64,7 +65,7 @@ def scan_backward(
                 None, None, None, None, None, N, T, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
                 q_strides, p_strides, v_strides, w_strides, initial_strides, initial_strides,
                 HV, GROUP, K, BK, V, BV, C, PACKED, 0, ERASE, INITIAL and not SEGMENTS, False, SEGMENTS, False, True,
-                CHANNEL, RAW_W, TMA, GIVEN_TMA, OVERLAP, PRECISION,
+                CHANNEL, RAW_W, STEPS, TMA, GIVEN_TMA, OVERLAP, PRECISION,
             )  # fmt: skip
             return
         z -= scans
@@ -89,14 +90,14 @@ def scan_backward(
         dUs = matrix(dU + head * C * VP, v_matrix, rows, VP, C, BV, TMA)
     if CHANNEL:
         As = matrix(A + head * C * C, c_matrix, rows, C, C, C, TMA)
-    dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, GIVEN_TMA)
+    dos = matrix(rows_of(do, do_strides, row, hv), do_strides, stop, V, C, BV, GIVEN_TMA and STEPS == 1)
     q_rows, p_rows, q_stop = rows_of(q, q_strides, row, h), rows_of(p, p_strides, row, h), stop
     KEYS: tl.constexpr = KP if CHANNEL else K  # as in scan
     KEYS_TMA: tl.constexpr = TMA if CHANNEL else GIVEN_TMA
     if CHANNEL:
         q_rows, p_rows, q_stop = q + head * C * KP, p + head * C * KP, rows
         q_strides, p_strides = k_matrix, k_matrix
-    qs = matrix(q_rows, q_strides, q_stop, KEYS, C, BK, KEYS_TMA)
+    qs = matrix(q_rows, q_strides, q_stop, KEYS, C, BK, KEYS_TMA and STEPS == 1)
     if ERASE:
         ps = matrix(p_rows, p_strides, q_stop, KEYS, C, BK, KEYS_TMA)
     dS = tl.zeros([BV, BK], tl.float32)
@@ -113,10 +114,10 @@ def scan_backward(
         j = chunks - 1 - back
         token, at = start + j * C, j * (HV * C)
         q_token = at if CHANNEL else token
-        dO = tl.trans(load_tile(dos, do_strides, token, stop, w, V, C, BV, GIVEN_TMA))  # [BV, C]
+        dO = tl.trans(load_tile(dos, do_strides, token, stop, w, V, C, BV, GIVEN_TMA and STEPS == 1, STEPS))
         y = load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
         x = load_tile(Xs, k_matrix, at, rows, 0, KP, C, BK, TMA)
-        qq = load_tile(qs, q_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
+        qq = load_tile(qs, q_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA and STEPS == 1, STEPS)
         s = dS.to(ty)
         if not ENDS:
             by = load_dither(rates, head + j * HV, C, DITHERED)

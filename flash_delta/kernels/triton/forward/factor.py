@@ -1,6 +1,6 @@
 """Stage ``scores``, and from it and ``solve`` each chunk's map of the state. The scan then only applies this map.
 
-    Y = P A        P_ij = scale q_i . k_j e^{G_i - G_j},  i >= j
+    Y = P A        P_ij = scale q_i . k_j e^{G_i - G_j},  i >= j (`sees`)
     X = A^T Kd     Kd = k e^{G_C - G}
 
 Norms are applied to k and decays to A, so that A is not rounded a second time where there is no decay (products.py).
@@ -18,7 +18,7 @@ bfloat16, with a number c of the chunk's own (`dither`). Then the errors differ.
 import triton
 import triton.language as tl
 
-from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_tile, pitch, rows_of
+from flash_delta.kernels.device.chunk import count_slots, find_chunk, follow, lead, load_tile, pitch, rows_of, sees
 from flash_delta.kernels.runtime.arguments import launch_rule, strides
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft
@@ -59,7 +59,7 @@ def factor(
     q, k, cu_seqlens, A, vectors, norms, X, Y, rates, N, T, scale, q_strides, k_strides,
     H, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, REFLECTS: tl.constexpr,
-    SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    STEPS: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, h = tl.program_id(0), tl.program_id(1)
@@ -72,7 +72,7 @@ def factor(
     KP: tl.constexpr = pitch(K)
     DITHER: tl.constexpr = ERASE and REFLECTS and ty == tl.bfloat16
     square = i[:, None] * C + i[None, :]
-    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK)  # [C, BK]
+    qq = load_tile(rows_of(q, q_strides, row, h), q_strides, token, stop, 0, K, C, BK, False, STEPS)  # [C, BK]
     kk = load_tile(rows_of(k, k_strides, row, h), k_strides, token, stop, 0, K, C, BK)  # [C, BK]
     scores = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
     follow(OVERLAP)
@@ -81,7 +81,7 @@ def factor(
     if NORM:
         norms += (slot.to(tl.int64) * H + h) * 3 * C
         rq, rk, rp = tl.load(norms + i), tl.load(norms + C + i), tl.load(norms + 2 * C + i)
-    scores = tl.where(i[:, None] >= i[None, :], scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
+    scores = tl.where(sees(i, i, STEPS), scores * (scale * rq)[:, None] * rk[None, :], 0.0)  # [C, C]
     keys = kk.to(tl.float32) * rk[:, None]
     if ERASE:
         if not NORM and A.dtype.element_ty == tl.float16:
@@ -89,7 +89,7 @@ def factor(
             keys *= inverse
         keys = keys.to(A.dtype.element_ty)
     if DITHER:
-        own = dither(rows_of(q, q_strides, row, h) + token.to(tl.int64) * q_strides[1], q_strides[3])
+        own = dither(rows_of(q, q_strides, row, h) + (token // STEPS).to(tl.int64) * q_strides[1], q_strides[3])
     for member in range(GROUP):
         head = first + member
         v = vectors + head * 4 * C

@@ -33,7 +33,7 @@ def plan_forward(p: Problem, chip: Chip, x: Inputs, *, choice: Segments | None =
     """o, the final states, what is saved for the backward pass, and the states of chunks [slots, HV, V'', K'] unless
     they are saved. ``choice``: how sequences are split; None: they are not."""
     c = draft_of(p, chip, x, choice)
-    o = c.made.new("o", (p.B, p.T, p.HV, p.V), p.dtype)
+    o = c.made.new("o", p.o_shape, p.dtype)
     final = c.made.new("final_state", p.state_shape, torch.float32)
     saved, groups = None, {}
     if p.needs_grad:

@@ -137,10 +137,12 @@ def is_reached(m, interval, columns, length, offsets, C):
 
 
 @triton.jit
-def store_zeros(o_rows, o_strides, start, stop, column, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
+def store_zeros(
+    o_rows, o_strides, start, stop, column, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STEPS: tl.constexpr
+):
     for token in range(start, stop, C):
         zeros = tl.zeros([C, BV], o_rows.dtype.element_ty)
-        store_tile(o_rows, o_strides, zeros, token, stop, column, V, C, BV)
+        store_tile(o_rows, o_strides, zeros, token, stop, column, V, C, BV, False, STEPS)
 
 
 @triton.jit
@@ -173,8 +175,8 @@ def scan_sequence(
     w_strides, initial_strides, final_strides, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, ERASE: tl.constexpr,
     INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    CHANNEL: tl.constexpr, RAW_W: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHANNEL: tl.constexpr, RAW_W: tl.constexpr, STEPS: tl.constexpr, TMA: tl.constexpr, GIVEN_TMA: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scans tokens ``start`` to ``stop`` of sequence n, or of segment z in it. Their chunks begin in ``slot``."""
     q, p, v, w_gate, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out = tensors
@@ -187,7 +189,7 @@ def scan_sequence(
     h, hv, w = tl.program_id(1) // GROUP, tl.program_id(1), tl.program_id(0) * BV
     i, c, d = tl.arange(0, C), tl.arange(0, BK), w + tl.arange(0, BV)
     ty: tl.constexpr = v.dtype.element_ty
-    o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+    o_strides = ((T // STEPS).to(tl.int64) * HV * V, HV * V, V, 1)
     if OUTPUT:
         o_rows = rows_of(o, o_strides, row, hv)
     # In tensors with slots, rows of the sequence's first chunk begin at this head. The next chunk's are HV * C further.
@@ -218,10 +220,10 @@ def scan_sequence(
     # With 128 value columns a third stage of all tiles does not fit. P in registers takes 258 us, not 303 (docs/notes).
     AHEAD: tl.constexpr = CHANNEL and OUTPUT and not SAVE and BV == 128
     if OUTPUT:
-        qs = matrix(q_rows, q_strides, q_stop, KEYS, C, BK, KEYS_TMA)
+        qs = matrix(q_rows, q_strides, q_stop, KEYS, C, BK, KEYS_TMA and STEPS == 1)
         if not AHEAD:
             Ys = matrix(Y + head * C * C, c_matrix, rows, C, C, C, TMA)
-        os = matrix(o_rows, o_strides, stop, V, C, BV, GIVEN_TMA)
+        os = matrix(o_rows, o_strides, stop, V, C, BV, GIVEN_TMA and STEPS == 1)
     if SAVE:
         Ss = matrix(states + head * ROWS * KP, k_matrix, chunks * (HV * ROWS), KP, BV, BK, TMA)
         Rs = matrix(R_out + head * C * VP, v_matrix, rows, VP, C, BV, TMA)
@@ -237,7 +239,7 @@ def scan_sequence(
     if MAP:
         S = tl.where(d[:, None] == V + c[None, :], 1.0, S)  # column V + j of S^T is the image of key j
     if POOL:
-        store_zeros(o_rows, o_strides, tl.where(well, stop, start), stop, w, V, C, BV)
+        store_zeros(o_rows, o_strides, tl.where(well, stop, start), stop, w, V, C, BV, STEPS)
     # Loaded one chunk ahead, into registers. Through shared memory they took 0.8 of 2.2 us on an H200 (docs/notes).
     if AHEAD:
         y_ahead = load_block(Y + head * C * C, 0, 0, C, C, C, C)
@@ -264,7 +266,7 @@ def scan_sequence(
                 pp = load_tile(ps, p_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
                 E = tl.dot(s, tl.trans(pp), input_precision=PRECISION)  # [BV, C]
             if OUTPUT:
-                qq = load_tile(qs, q_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA)
+                qq = load_tile(qs, q_strides, q_token, q_stop, 0, KEYS, C, BK, KEYS_TMA and STEPS == 1, STEPS)
                 O = tl.dot(s, tl.trans(qq), input_precision=PRECISION)  # [BV, C]
             if ERASE:
                 R -= E * e_p[None, :]
@@ -282,7 +284,7 @@ def scan_sequence(
             if OUTPUT:
                 y = y_ahead if AHEAD else load_tile(Ys, c_matrix, at, rows, 0, C, C, C, TMA)
                 O = tl.dot(u if CHANNEL else written, tl.trans(y), O, input_precision=PRECISION)
-                store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, GIVEN_TMA)
+                store_tile(os, o_strides, tl.trans(O.to(ty)), token, stop, w, V, C, BV, GIVEN_TMA and STEPS == 1, STEPS)
             if SAVE:
                 store_tile(Us, v_matrix, tl.trans(u), at, rows, w, VP, C, BV, TMA)
             later = head + tl.minimum(j + 1, chunks - 1) * HV
@@ -316,8 +318,8 @@ def scan(
     q_strides, p_strides, v_strides, w_strides, initial_strides, final_strides, HV, GROUP: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     SHORT: tl.constexpr, ERASE: tl.constexpr, INITIAL: tl.constexpr, POOL: tl.constexpr, SEGMENTS: tl.constexpr,
-    OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr, RAW_W: tl.constexpr, TMA: tl.constexpr,
-    GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    OUTPUT: tl.constexpr, SAVE: tl.constexpr, CHANNEL: tl.constexpr, RAW_W: tl.constexpr, STEPS: tl.constexpr,
+    TMA: tl.constexpr, GIVEN_TMA: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tensors = (q, p, v, w_gate, cu_seqlens, A, X, Y, rates, gammas, initial_state, o, final_state, states, R_out, U_out)
     indices = (read_indices, write_indices, has_initial_state, checkpoint_indices, checkpoint_offsets)
@@ -326,7 +328,7 @@ def scan(
     z, hv, w = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BV
     if POOL:  # a constant: as a number it makes registers spill there
         HV = POOL
-    o_strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+    o_strides = ((T // STEPS).to(tl.int64) * HV * V, HV * V, V, 1)
     if POOL and SHORT > 0:
         if others != 0:
             lead(OVERLAP)  # the next kernel is `decode`, which needs no results of this one
@@ -338,7 +340,7 @@ def scan(
         if z == turns:
             start, stop, _ = bounds(N, cu_seqlens, N, T, C, PACKED)
             follow(OVERLAP)
-            store_zeros(rows_of(o, o_strides, z * 0, hv), o_strides, start, stop, w, V, C, BV)
+            store_zeros(rows_of(o, o_strides, z * 0, hv), o_strides, start, stop, w, V, C, BV, STEPS)
             return
         if count > most:
             for rank in range(z, count, turns):
@@ -347,24 +349,24 @@ def scan(
                 scan_sequence(
                     z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
                     v_strides, w_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE,
-                    INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, RAW_W, TMA, GIVEN_TMA, OVERLAP, PRECISION,
+                    INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, RAW_W, STEPS, TMA, GIVEN_TMA, OVERLAP, PRECISION,
                 )  # fmt: skip
         elif z < count:  # outside of the loop, where it would spill and take 8 % longer (docs/notes)
             start, stop, slot = bounds(n, cu_seqlens, N, T, C, PACKED)
             scan_sequence(
                 z, n, z * 0, start, stop, slot, 0, True, tensors, indices, numbers, q_strides, p_strides,
                 v_strides, w_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE,
-                INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, RAW_W, TMA, GIVEN_TMA, OVERLAP, PRECISION,
+                INITIAL, POOL, SEGMENTS, OUTPUT, SAVE, CHANNEL, RAW_W, STEPS, TMA, GIVEN_TMA, OVERLAP, PRECISION,
             )  # fmt: skip
     else:
         n, row, start, stop, slot, number, ends = find_tokens(z, length, cu_seqlens, N, T, C, PACKED, SEGMENTS)
         if PACKED and OUTPUT and n == N:
-            store_zeros(rows_of(o, o_strides, row, hv), o_strides, start, stop, w, V, C, BV)
+            store_zeros(rows_of(o, o_strides, row, hv), o_strides, start, stop, w, V, C, BV, STEPS)
             return
         scan_sequence(
             z, n, row, start, stop, slot, number, ends, tensors, indices, numbers, q_strides, p_strides, v_strides,
             w_strides, initial_strides, final_strides, HV, GROUP, K, BK, V, BV, C, PACKED, ERASE, INITIAL, POOL,
-            SEGMENTS, OUTPUT, SAVE, CHANNEL, RAW_W, TMA, GIVEN_TMA, OVERLAP, PRECISION,
+            SEGMENTS, OUTPUT, SAVE, CHANNEL, RAW_W, STEPS, TMA, GIVEN_TMA, OVERLAP, PRECISION,
         )  # fmt: skip
 
 

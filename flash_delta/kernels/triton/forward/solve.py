@@ -105,16 +105,17 @@ def inverses(M0, M1, PRODUCTS: tl.constexpr):
 def cumulate(
     g, beta, A_log, dt_bias, vectors, row, hv, token, stop, beta_top, g_strides, beta_strides,
     C: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr,
-    RAW_BETA: tl.constexpr,
+    RAW_BETA: tl.constexpr, STEPS: tl.constexpr = 1,
 ):  # fmt: skip
     """Writes the vectors of one value head, to which ``vectors`` points. Returns b."""
     i = tl.arange(0, C)
     live = token + i < stop
     if GATE:
-        x = load_row(rows_of(g, g_strides, row, hv), g_strides, token, stop, C)
+        x = load_row(rows_of(g, g_strides, row, hv), g_strides, token, stop, C, STEPS)
         if RAW_GATE:
             rate, bias = head_parameters(A_log, dt_bias, hv, HAS_BIAS)
-            x = tl.where(live, head_log_decay(x, rate, bias), 0.0)
+            decaying = live if STEPS == 1 else live & (i % STEPS == 0)
+            x = tl.where(decaying, head_log_decay(x, rate, bias), 0.0)
             tl.store(vectors + 3 * C + i, x)
         G = tl.cumsum(tl.maximum(x, LEAST_HEAD_DECAY).to(tl.float64), 0)
         high = G.to(tl.float32)
@@ -223,7 +224,7 @@ def solve(
     H, HV, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
     GATE: tl.constexpr, RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
     NORM: tl.constexpr, UNDECAYED: tl.constexpr, ERASE: tl.constexpr, OWN_P: tl.constexpr, CHANNEL: tl.constexpr,
-    STRENGTH: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    STRENGTH: tl.constexpr, STEPS: tl.constexpr, SHORT: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, h = tl.program_id(0), tl.program_id(1)
@@ -240,13 +241,14 @@ def solve(
             cumulate(
                 g, beta, A_log, dt_bias, vectors + (slot.to(tl.int64) * HV + hv) * 4 * C, row, hv, token, stop,
                 beta_top, (g_batch, g_token, g_head), (beta_batch, beta_token, beta_head),
-                C, GATE, RAW_GATE, HAS_BIAS, HAS_BETA, RAW_BETA,
+                C, GATE, RAW_GATE, HAS_BIAS, HAS_BETA, RAW_BETA, STEPS,
             )  # fmt: skip
         k_rows, p_rows = rows_of(k, k_strides, row, h), rows_of(p, p_strides, row, h)
         if NORM:
             norms += (slot.to(tl.int64) * H + h) * 3 * C
             i = tl.arange(0, C)
-            tl.store(norms + i, reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W))
+            q_rows = rows_of(q, q_strides, row, h)
+            tl.store(norms + i, reciprocal_lengths(q_rows, q_strides, token, stop, K, C, W, STEPS))
             lengths = reciprocal_lengths(k_rows, k_strides, token, stop, K, C, W)
             tl.store(norms + C + i, lengths)
             if OWN_P:

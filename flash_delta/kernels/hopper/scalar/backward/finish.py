@@ -6,7 +6,8 @@ that `scan_gradients` has written: grid (slots, HV). They are two kernels becaus
     dg_t = sum over j < t <= i of X_ij + sum over i >= t of reads_i + sum over i < t of writes_i + gamma <S0, dS1>
     db_i = <dV_i, U_i> / b_i^2, minus (sum over j < i of L_ij <dV_i, U_j>) / b_i if |b_i| < TINY
 
-X_ij is what the pair of tokens (i, j) adds to the gradient of every gate between them. Chunks after the last sequence
+X_ij is what the pair of tokens (i, j) adds to the gradient of every gate between them. With STEPS only the first row of
+a token has a gate. Chunks after the last sequence
 get zeros, also in dv. In other chunks `scan_gradients` has written dv.
 """
 
@@ -38,36 +39,39 @@ from flash_delta.problem import Inputs
 @triton.jit(do_not_specialize=["N", "T", "H", "HV"])
 def sum_heads(
     q, k, norms, head_dq, head_dk, cu_seqlens, dq, dk, N, T, q_strides, k_strides, H, HV, GROUP: tl.constexpr,
-    K: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, NORM: tl.constexpr, STEPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     slot, h, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     norm = norms
     if NORM:
         norm = norms + (slot.to(tl.int64) * H + h) * (2 * C)
     if tl.program_id(2) == 0:
-        sum_of(head_dq, q, q_strides, norm, dq, row, token, stop, empty, h, T, H, HV, GROUP, K, C, NORM)
+        sum_of(head_dq, q, q_strides, norm, dq, row, token, stop, empty, h, T, H, HV, GROUP, K, C, NORM, STEPS)
     else:
         if NORM:
             norm += C
-        sum_of(head_dk, k, k_strides, norm, dk, row, token, stop, empty, h, T, H, HV, GROUP, K, C, NORM)
+        sum_of(head_dk, k, k_strides, norm, dk, row, token, stop, empty, h, T, H, HV, GROUP, K, C, NORM, 1)
 
 
 @triton.jit
 def sum_of(
     parts, x, x_strides, norm, out, row, token, stop, empty, h, T,
-    H, HV, GROUP: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr,
+    H, HV, GROUP: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORM: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradient of x for one chunk and key head."""
-    head_strides, out_strides = (T.to(tl.int64) * HV * K, HV * K, K, 1), (T.to(tl.int64) * H * K, H * K, K, 1)
+    """Stores the gradient of x for one chunk and key head. STEPS: the rows of the chunk for each row of x."""
+    T = (T // STEPS).to(tl.int64)
+    head_strides, out_strides = (T * HV * K, HV * K, K, 1), (T * H * K, H * K, K, 1)
     z = tl.zeros([C, K], tl.float32)
     if not empty:
         for member in tl.static_range(GROUP):
             rows = rows_of(parts, head_strides, row, h * GROUP + member)
-            z += load_tile(rows, head_strides, token, stop, 0, K, C, K).to(tl.float32)
+            z += load_tile(rows, head_strides, token, stop, 0, K, C, K, False, STEPS).to(tl.float32)
         if NORM:
-            own = load_tile(rows_of(x, x_strides, row, h), x_strides, token, stop, 0, K, C, K).to(tl.float32)
-            z = norm_backward(z, own, tl.load(norm + tl.arange(0, C)))
-    store_tile(rows_of(out, out_strides, row, h), out_strides, z.to(out.dtype.element_ty), token, stop, 0, K, C, K)
+            own = load_tile(rows_of(x, x_strides, row, h), x_strides, token, stop, 0, K, C, K, False, STEPS)
+            z = norm_backward(z, own.to(tl.float32), tl.load(norm + tl.arange(0, C)))
+    rows, z = rows_of(out, out_strides, row, h), z.to(out.dtype.element_ty)
+    store_tile(rows, out_strides, z, token, stop, 0, K, C, K, False, STEPS)
 
 
 @triton.jit
@@ -104,7 +108,7 @@ def finish(
     g, A_log, dt_bias, rates, decays, lines, cu_seqlens, dv, dg, dbeta, dA_log, ddt_bias, N, T, beta_top, g_batch,
     g_token, g_head, HV, V: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr,
     RAW_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr,
-    LINES: tl.constexpr, OVERLAP: tl.constexpr,
+    STEPS: tl.constexpr, LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     slot, hv, row, token, stop, empty = enter_chunk(cu_seqlens, N, T, C, PACKED, OVERLAP)
     i, head = tl.arange(0, C), slot.to(tl.int64) * HV + hv
@@ -117,7 +121,8 @@ def finish(
         if HAS_BETA:
             store_row(rows_of(dbeta, strides, row, hv), strides, none, token, stop, C)
         if GATE:
-            store_row(rows_of(dg, strides, row, hv), strides, none, token, stop, C)
+            g_strides = ((T // STEPS).to(tl.int64) * HV, HV, 1)
+            store_row(rows_of(dg, g_strides, row, hv), g_strides, none, token, stop, C, STEPS)
         if RAW_GATE:
             tl.store(dA_log + head, 0.0)
         if HAS_BIAS:
@@ -133,7 +138,7 @@ def finish(
         given = (g, A_log, dt_bias, log_decays, dg, dA_log, ddt_bias)
         all_strides = (g_batch, g_token, g_head)
         sums = gate_gradient(line, rate, V, C)
-        store_gate(sums, given, row, hv, head, token, stop, T, all_strides, HV, C, RAW_GATE, HAS_BIAS)
+        store_gate(sums, given, row, hv, head, token, stop, T, all_strides, HV, C, RAW_GATE, HAS_BIAS, STEPS)
 
 
 def run_finish(c: Draft, gates: Gates, norms: Layout | None, parts: GradientLines, d: Inputs) -> None:

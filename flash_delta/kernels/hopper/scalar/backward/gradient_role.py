@@ -11,9 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret, tma_store
-from flash_delta.kernels.hopper.device.layouts import BOX, RAGGED, ROWS, C
-from flash_delta.kernels.hopper.device.rings import rate
+from flash_delta.kernels.hopper.device.gluon_compat import barrier, tma_store
+from flash_delta.kernels.hopper.device.layouts import RAGGED, ROWS, C
+from flash_delta.kernels.hopper.device.rings import as_box, place_of, rate, sees
 from flash_delta.kernels.hopper.device.state_copies import apart_all
 from flash_delta.kernels.hopper.device.work_items import find_pieces, find_run
 from flash_delta.kernels.hopper.scalar.backward.memory import ERASED, PAIRS, READS, TAKEN
@@ -37,7 +37,9 @@ def row_products(tile, x, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def gradient_role(dq_desc, dk_desc, tiles, bars, so1, lines, work, HV, GATE: gl.constexpr, LINES: gl.constexpr):
+def gradient_role(
+    dq_desc, dk_desc, tiles, bars, so1, lines, work, HV, GATE: gl.constexpr, LINES: gl.constexpr, STEPS: gl.constexpr
+):
     """``tiles``: `ChunkTiles`. ``bars``: `BackBarriers`. ``so1``: the ring of dq and dk."""
     sk, sds1, sdv1, sr = tiles.k, tiles.dS, tiles.dV, tiles.rates
     WIDTH: gl.constexpr = sk.shape[2]
@@ -62,7 +64,7 @@ def gradient_role(dq_desc, dk_desc, tiles, bars, so1, lines, work, HV, GATE: gl.
             z = t >> (30 if work.length is None else 16)  # 0, but the compiler does not know this (state_role.py)
             sdo, ss, su = tiles.v.index(z), tiles.S.index(z), tiles.U.index(z)
             sp, sl, so = tiles.P.index(z), tiles.L.index(z), so1.index(z)
-            box, at = reinterpret(so, ty, [1, 1, C, WIDTH], BOX), RAGGED - size + run.token + c * C
+            left = RAGGED - size + run.token + c * C
             line = lines + ((run.chunk + c) * HV + hv).to(gl.int64) * (LINES * C)
             mbarrier.wait(bars.kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
             q, k = tiles.q.index(s), sk.index(s)
@@ -75,7 +77,7 @@ def gradient_role(dq_desc, dk_desc, tiles, bars, so1, lines, work, HV, GATE: gl.
             dP, dq = warpgroup_mma_wait(1, deps=[dP, dq])
             if GATE:
                 X = dP * sp.load(ROWS).to(gl.float32)
-            dP = gl.where(i >= j, dP * score_decay(sr, s), 0.0).to(ty)
+            dP = gl.where(sees(i, j, STEPS), dP * score_decay(sr, s), 0.0).to(ty)
             dq = warpgroup_mma_wait(0, deps=[dq])
             dq *= rate(sr, s, 5).permute([1, 0]).load(WIDE)
             if GATE:
@@ -92,7 +94,8 @@ def gradient_role(dq_desc, dk_desc, tiles, bars, so1, lines, work, HV, GATE: gl.
             sp.store(dP)
             fence_async_shared()
             barrier()  # all warps of this role: dq and dP are whole in shared memory
-            tma_store(dq_desc, (RAGGED, row, at, hv * WIDTH), box)
+            of_dq = as_box(so, ty, WIDTH, STEPS)
+            tma_store(dq_desc, place_of(row, left, hv * WIDTH, STEPS), of_dq)
             decay = score_decay(sr, s) * rate(sr, s, 2).permute([1, 0]).load(ROWS)
             M = warpgroup_mma_wait(0, deps=[M])
             gl.store(line + ERASED * C + rows, gl.sum(gl.where(i == j, M, 0.0), 1))
@@ -142,7 +145,7 @@ def gradient_role(dq_desc, dk_desc, tiles, bars, so1, lines, work, HV, GATE: gl.
             so.store(dk.to(ty))
             fence_async_shared()
             barrier()  # all warps of this role: dk is whole in shared memory
-            tma_store(dk_desc, (RAGGED, row, at, hv * WIDTH), box)
+            tma_store(dk_desc, place_of(row, left, hv * WIDTH), as_box(so, ty, WIDTH))
             mbarrier.arrive(bars.kq_free.index(s), count=1)
         earlier += chunks
     tma.store_wait(0)

@@ -45,7 +45,7 @@ class Gates(NamedTuple):
 class GradientLines(NamedTuple):
     """What `scan_gradients` leaves for `sum_heads` and `finish`."""
 
-    dq: Layout  # [B, T, HV, K]: of every value head, and not yet taken back through a norm
+    dq: Layout  # [B, T / steps, HV, K]: of every value head, and not yet taken back through a norm
     dk: Layout  # [B, T, HV, K]
     lines: Layout  # [slots, HV, lines, C] float32
 
@@ -80,7 +80,8 @@ def new_gates(made: Making, p: Problem) -> Gates:
 
 
 def new_lines(made: Making, p: Problem) -> GradientLines:
-    dq, dk = (made.new(f"{name} of value heads", (p.B, p.T, p.HV, p.K), p.dtype) for name in ("dq", "dk"))
+    rows = (("dq", p.T // p.steps), ("dk", p.T))
+    dq, dk = (made.new(f"{name} of value heads", (p.B, T, p.HV, p.K), p.dtype) for name, T in rows)
     lines = made.new("lines", (count_slots(p), p.HV, count_lines(p.V), C), torch.float32)
     return GradientLines(dq, dk, lines)
 

@@ -61,7 +61,7 @@ from flash_delta.problem import Inputs
 
 
 @gluon.jit
-def load_back(descs, tiles, bars, batches, heads, group, left, work, HV):
+def load_back(descs, tiles, bars, batches, heads, group, left, work, HV, STEPS: gl.constexpr):
     """Loads tiles. ``bars``: `BackBarriers`. The others are as in `load_role`."""
     sa, kq_full = tiles.A, bars.kq_full
     GRADIENTS: gl.constexpr = descs.S is not None
@@ -87,7 +87,7 @@ def load_back(descs, tiles, bars, batches, heads, group, left, work, HV):
             mbarrier.expect(kq_full.index(s), KEYS)
             k_row, q_row, full = row * batches.k + start, row * batches.q + start, kq_full.index(s)
             load_box(descs.k, k_row, size, at, h * heads.k, full, tiles.k.index(s), WIDTH)
-            load_box(descs.q, q_row, size, at, h * heads.q, full, tiles.q.index(s), WIDTH)
+            load_box(descs.q, q_row, size, at, h * heads.q, full, tiles.q.index(s), WIDTH, STEPS)
             load_rates(descs.rates, index, full, tiles.rates, s)
             mbarrier.wait(bars.a_free, ph ^ 1)  # signalled by the state groups: they have read A
             mbarrier.expect(bars.a_full, BYTES * sa.shape[0])
@@ -101,7 +101,7 @@ def load_back(descs, tiles, bars, batches, heads, group, left, work, HV):
             mbarrier.wait(bars.do_free, ph ^ 1)  # signalled by the state groups: they have read dO
             mbarrier.expect(bars.do_full, ROW)
             do_row = row * batches.v + start
-            load_box(descs.v, do_row, size, at, hv * heads.v, bars.do_full, tiles.v.index(z), WIDTH)
+            load_box(descs.v, do_row, size, at, hv * heads.v, bars.do_full, tiles.v.index(z), WIDTH, STEPS)
         earlier += chunks
 
 
@@ -110,7 +110,8 @@ def scan_gradients(
     q_desc, k_desc, do_desc, a_desc, s_desc, u_desc, r_desc, dq_desc, dk_desc, dv_desc, after, start_desc, handed,
     tape, lines, rates, cu_seqlens, length, N, T, q_batch, k_batch, do_batch, heads, HV, group,
     WIDTH: gl.constexpr, ENDS: gl.constexpr, V_FIRST: gl.constexpr, GATE: gl.constexpr,
-    GRADIENTS: gl.constexpr, LINES: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, REGISTERS: gl.constexpr,
+    GRADIENTS: gl.constexpr, LINES: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr, STEPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``after``: the gradient of the states at the ends of segments with ENDS, otherwise at the ends of sequences.
     Grid (slots of segments * HV,), or with a tape (programs,)."""
@@ -163,27 +164,39 @@ def scan_gradients(
     # The first role gets the registers that the others do not ask for.
     if GRADIENTS and GROUPS == 2:
         gl.warp_specialize([
-            (gradient_role, (dq_desc, dk_desc, tiles, bars, so, lines, work, HV, GATE, LINES)),
-            (state_role, (sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES)),
-            (state_role, (sbar2, dv_desc, states, tiles, bars, lines, left, work, HV, 1, ENDS, V_FIRST, GATE, LINES)),
-            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV)),
+            (gradient_role, (dq_desc, dk_desc, tiles, bars, so, lines, work, HV, GATE, LINES, STEPS)),
+            (state_role, (
+                sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES, STEPS,
+            )),
+            (state_role, (
+                sbar2, dv_desc, states, tiles, bars, lines, left, work, HV, 1, ENDS, V_FIRST, GATE, LINES, STEPS,
+            )),
+            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV, STEPS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     elif GRADIENTS:
         gl.warp_specialize([
-            (gradient_role, (dq_desc, dk_desc, tiles, bars, so, lines, work, HV, GATE, LINES)),
-            (state_role, (sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES)),
-            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV)),
+            (gradient_role, (dq_desc, dk_desc, tiles, bars, so, lines, work, HV, GATE, LINES, STEPS)),
+            (state_role, (
+                sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES, STEPS,
+            )),
+            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV, STEPS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (state_role, (sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES)),
-            (state_role, (sbar2, dv_desc, states, tiles, bars, lines, left, work, HV, 1, ENDS, V_FIRST, GATE, LINES)),
-            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV)),
+            (state_role, (
+                sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES, STEPS,
+            )),
+            (state_role, (
+                sbar2, dv_desc, states, tiles, bars, lines, left, work, HV, 1, ENDS, V_FIRST, GATE, LINES, STEPS,
+            )),
+            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV, STEPS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_role, (sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES)),
-            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV)),
+            (state_role, (
+                sbar, dv_desc, states, tiles, bars, lines, left, work, HV, 0, ENDS, V_FIRST, GATE, LINES, STEPS,
+            )),
+            (load_back, (descs, tiles, bars, batches, heads, group, left, work, HV, STEPS)),
         ], [1], [24])  # fmt: skip
     end_barriers((kq_full, kq_free, full, by_states, mid, g_done), sbar, sbar2)
 
@@ -196,7 +209,7 @@ def run_scan_gradients(
     of the states at the ends of segments, or None if sequences are not split."""
     p, K = c.p, c.p.K
     saved = boxes.blocks(trace.states, K, K), boxes.blocks(trace.U, K)
-    gradients = boxes.ragged(parts.dq, K), boxes.ragged(parts.dk, K), boxes.ragged(d.v, 64)
+    gradients = boxes.ragged(parts.dq, K, steps=p.steps), boxes.ragged(parts.dk, K), boxes.ragged(d.v, 64)
     state = None if after is None else boxes.states(p, after)
     if ends is not None:
         state = boxes.rows(ends)
@@ -220,10 +233,11 @@ def _run(
     """``given``: descriptors of S0, U, dq, dk, dv, and of the states' gradients at the end and at the start; what
     programs hand over, and the table of the ``tape``; lines."""
     p, x = c.p, c.x
-    q, k, out = boxes.ragged(x.q, p.K), boxes.ragged(x.k, p.K), boxes.ragged(do, p.K)
+    q, k = boxes.ragged(x.q, p.K, steps=p.steps), boxes.ragged(x.k, p.K)
+    out = boxes.ragged(do, p.K, steps=p.steps)
     arguments = (
         q, k, out, boxes.inverses(w.A), *given[:2], boxes.lines(rates), *given[2:], rates, x.cu_seqlens, w.length,
-        p.N, p.T, *boxes.strides(x.q, x.k, do),
+        p.N, p.T, *boxes.row_strides(p, x.q, x.k, do),
     )  # fmt: skip
     programs = count_slots(p, w.length) * p.HV if tape is None else tape.programs
     launch_rule(

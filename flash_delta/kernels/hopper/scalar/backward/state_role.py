@@ -15,14 +15,14 @@ from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret,
 from flash_delta.kernels.hopper.device.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.device.inverse_tiles import halves, is_fine, tiles_in, times_inverse_back
 from flash_delta.kernels.hopper.device.layouts import BOX, NARROW_ROWS, RAGGED, ROWS, TILE, C
-from flash_delta.kernels.hopper.device.rings import rate
+from flash_delta.kernels.hopper.device.rings import rate, sees
 from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state, store_state
 from flash_delta.kernels.hopper.device.work_items import find_pieces, find_run
 from flash_delta.kernels.hopper.scalar.backward.memory import FIXED, GROUP, THROUGH, WRITES
 
 
 @gluon.jit
-def store_scores(q, k, sp, sl, sr, s, g_done, ph, m: gl.constexpr, GRADIENTS: gl.constexpr):
+def store_scores(q, k, sp, sl, sr, s, g_done, ph, m: gl.constexpr, GRADIENTS: gl.constexpr, STEPS: gl.constexpr):
     """Writes 32 columns of P and L, for the keys from m on."""
     ty: gl.constexpr = k.dtype
     i = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
@@ -38,7 +38,7 @@ def store_scores(q, k, sp, sl, sr, s, g_done, ph, m: gl.constexpr, GRADIENTS: gl
         L = gl.where(i > j, L * decay * rate(sr, s, 2).permute([1, 0]).load(NARROW_ROWS), 0.0).to(ty)
     else:
         P = warpgroup_mma_wait(0, deps=[P])
-    P = gl.where(i >= j, P * decay, 0.0).to(ty)
+    P = gl.where(sees(i, j, STEPS), P * decay, 0.0).to(ty)
     mbarrier.wait(g_done, ph ^ 1)  # signalled by those who read P and L: they have read the last ones
     sp.slice(m, 32, 1).store(P)
     if GRADIENTS:
@@ -59,7 +59,7 @@ def through_state(dS, before, v: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def state_role(
     sbar, dv_desc, descs, tiles, bars, lines, left, work, HV, g: gl.constexpr, ENDS: gl.constexpr,
-    V_FIRST: gl.constexpr, GATE: gl.constexpr, LINES: gl.constexpr,
+    V_FIRST: gl.constexpr, GATE: gl.constexpr, LINES: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """State group g, which has 64 value columns. ``descs``: `StateDescriptors`. ``tiles``: `ChunkTiles`. ``bars``:
     `BackBarriers`."""
@@ -113,7 +113,7 @@ def state_role(
                 mbarrier.wait(kq_full.index(s), (t // 2) & 1)  # signalled by the copy engine: q, k and rates are there
                 q, k = tiles.q.index(s), sk.index(s)
                 for m in gl.static_range(2 // GROUPS):
-                    store_scores(q, k, sp, sl, sr, s, g_done, ph, v // 2 + 32 * m, GRADIENTS)
+                    store_scores(q, k, sp, sl, sr, s, g_done, ph, v // 2 + 32 * m, GRADIENTS, STEPS)
                 fence_async_shared()
                 mbarrier.arrive(p_ready, count=1)
                 if GRADIENTS:

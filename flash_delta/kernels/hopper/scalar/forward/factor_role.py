@@ -14,13 +14,16 @@ from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret
 from flash_delta.kernels.hopper.device.inverse import invert
 from flash_delta.kernels.hopper.device.inverse_tiles import is_fine, put_inverse, store_inverse, tiles_in
 from flash_delta.kernels.hopper.device.layouts import HALF, ROWS, C
-from flash_delta.kernels.hopper.device.rings import rate, wait_free
+from flash_delta.kernels.hopper.device.rings import rate, sees, wait_free
 from flash_delta.kernels.hopper.device.segment_bounds import first_slot
 from flash_delta.kernels.hopper.device.work_items import find_piece, find_pieces
 
 
 @gluon.jit
-def factor_role(sD, a_desc, tiles, bars, work, w, HV, which: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr):
+def factor_role(
+    sD, a_desc, tiles, bars, work, w, HV, which: gl.constexpr, FACTORS: gl.constexpr, READS: gl.constexpr,
+    STEPS: gl.constexpr,
+):  # fmt: skip
     """Factors every chunk whose number is ``which``, modulo FACTORS. ``tiles``: `ChunkTiles`. ``bars``: `Barriers`. sD:
     as in `invert`."""
     sq, sk, sr, sa, sp = tiles.q, tiles.k, tiles.rates, tiles.A, tiles.P
@@ -54,7 +57,7 @@ def factor_role(sD, a_desc, tiles, bars, work, w, HV, which: gl.constexpr, FACTO
             if READS:
                 reads = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
                 reads = warpgroup_mma_wait(0, deps=[reads])
-                sp.index(x).store(gl.where(i >= j, reads * decay, 0.0).to(ty))
+                sp.index(x).store(gl.where(sees(i, j, STEPS), reads * decay, 0.0).to(ty))
             if a_desc is not None:
                 tma.store_wait(NX // FACTORS - 1)  # the copy engine has read the A in this slot
             A = tiles_in(sa, x, FINE)

@@ -42,12 +42,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from flash_delta.kernels.hopper.device import checkpoints
 from flash_delta.kernels.hopper.device.checkpoints import Checkpoints, checkpoint_values, find_checkpoint, find_offset
-from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret
+from flash_delta.kernels.hopper.device.gluon_compat import barrier
 from flash_delta.kernels.hopper.device.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.device.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
-from flash_delta.kernels.hopper.device.layouts import BOX, HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
+from flash_delta.kernels.hopper.device.layouts import HALF, LINES, NARROW_ROWS, PAIRS, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.device.load_role import ChunkTiles, load_role
-from flash_delta.kernels.hopper.device.rings import barriers, end_barriers, rate
+from flash_delta.kernels.hopper.device.rings import as_box, barriers, end_barriers, place_of, rate, sees
 from flash_delta.kernels.hopper.device.segment_bounds import first_slot
 from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.device.work_items import Work, ends, enter, find_part, find_piece, find_pieces
@@ -57,10 +57,10 @@ from flash_delta.kernels.hopper.plans.boxes import (
     lines,
     pool,
     ragged,
+    row_strides,
     rows,
     saved,
     states,
-    strides,
 )
 from flash_delta.kernels.hopper.plans.tape import Tape, run_lay_tape
 from flash_delta.kernels.hopper.plans.tiles import BY_HAND, NARROW, LoopTile, count_programs, pool_loops
@@ -76,19 +76,19 @@ from flash_delta.problem import Slots
 
 
 @gluon.jit
-def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr):
+def store_reads(reads, sp, to, of, j: gl.constexpr, ty: gl.constexpr, STEPS: gl.constexpr):
     """Stores 32 columns of P, from column j on."""
     row = gl.arange(0, C, layout=gl.SliceLayout(1, NARROW_ROWS))[:, None]
     column = j + gl.arange(0, C // 2, layout=gl.SliceLayout(0, NARROW_ROWS))[None, :]
     decay = gl.exp2(to.permute([1, 0]).load(NARROW_ROWS) - of.slice(j, C // 2, 1).load(NARROW_ROWS))
-    sp.slice(j, C // 2, 1).store(gl.where(row >= column, reads * decay, 0.0).to(ty))
+    sp.slice(j, C // 2, 1).store(gl.where(sees(row, column, STEPS), reads * decay, 0.0).to(ty))
     fence_async_shared()
 
 
 @gluon.jit
 def state_role(
     so, sbar, descs, tiles, bars, checkpoints, work, w, v: gl.constexpr, HV,
-    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr,
+    INITIAL: gl.constexpr, V_FIRST: gl.constexpr, READS: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Carries 64 value columns of the state, from column w + v on. ``descs``: `StateDescriptors`. ``tiles``:
     `ChunkTiles`. ``bars``: `Barriers`. ``checkpoints``: `Checkpoints`."""
@@ -177,7 +177,7 @@ def state_role(
             S = warpgroup_mma(gl.convert_layout(written, wide_operand), sk.index(s), S, is_async=True)
             if READS:
                 reads, S = warpgroup_mma_wait(1, deps=[reads, S])
-                store_reads(reads, sp.index(x), rate(sr, s, 0), rate(sr, s, 1), v // 2, ty)
+                store_reads(reads, sp.index(x), rate(sr, s, 0), rate(sr, s, 1), v // 2, ty, STEPS)
                 mbarrier.arrive(pfull.index(x), count=1)
                 mbarrier.wait(pfull.index(x), (t // NX) & 1)  # signalled by both state groups: P is whole
             O = warpgroup_mma(gl.convert_layout(read, operand), sp.index(x).permute([1, 0]), O, is_async=True)
@@ -187,8 +187,8 @@ def state_role(
             tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
             mbarrier.arrive(bars.done.index(s), count=1)
             out = so.index((t * SENT + SENT - 1) % NO)
-            box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - length + token
-            store_through(out, box, descs.o, (RAGGED, row, at, hv * WIDTH + w + v), O.to(ty), True)
+            at = place_of(row, RAGGED - length + token, hv * WIDTH + w + v, STEPS)
+            store_through(out, as_box(out, ty, 64, STEPS), descs.o, at, O.to(ty), True)
             t += 1
             if checkpoints.table is not None:
                 slot = find_checkpoint(checkpoints, n, token + C, length, offset)
@@ -219,8 +219,8 @@ def forward_loop(
     prompts, parts, checkpoints, offsets, items, T, least, most, slots, null_slot, columns, interval, table_row,
     table_column, q_batch, k_batch, v_batch, heads, g, beta, o, g_batch, beta_batch, g_token, g_head, beta_token,
     beta_head, scale, HV, group, WIDTH: gl.constexpr, INITIAL: gl.constexpr, V_FIRST: gl.constexpr, SAVE: gl.constexpr,
-    FINE: gl.constexpr, TAPED: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr, NS: gl.constexpr,
-    NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
+    FINE: gl.constexpr, TAPED: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr, FACTORS: gl.constexpr,
+    NS: gl.constexpr, NV: gl.constexpr, NX: gl.constexpr, NO: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``items``: the number of states. Item i is value head i % HV of sequence i // HV. With ``prompts`` and ``parts``
     (prompt_list.py) the device counts the sequences or their parts, and this launch works only if there are ``least``
@@ -268,21 +268,21 @@ def forward_loop(
     # The first role gets the registers that the others do not ask for.
     if GROUPS == 2:
         gl.warp_specialize([
-            (factor_role, (sD, a_desc, tiles, bars, work, w, HV, 0, FACTORS, False)),
-            (state_role, (so, sbar, descs, tiles, bars, checkpoints, work, w, 0, HV, INITIAL, V_FIRST, True)),
-            (state_role, (so2, sbar2, descs, tiles, bars, checkpoints, work, w, 64, HV, INITIAL, V_FIRST, True)),
-            (load_role, (of_keys, tiles, batches, heads, group, full, done, work, HV, 0)),
+            (factor_role, (sD, a_desc, tiles, bars, work, w, HV, 0, FACTORS, False, STEPS)),
+            (state_role, (so, sbar, descs, tiles, bars, checkpoints, work, w, 0, HV, INITIAL, V_FIRST, True, STEPS)),
+            (state_role, (so2, sbar2, descs, tiles, bars, checkpoints, work, w, 64, HV, INITIAL, V_FIRST, True, STEPS)),
+            (load_role, (of_keys, tiles, batches, heads, group, full, done, work, HV, 0, None, None, STEPS)),
             (load_role, (of_values, tiles, batches, heads, group, vfull, done, work, HV, w)),
-            (rate_role, (gates, tiles, full, done, work, HV)),
+            (rate_role, (gates, tiles, full, done, work, HV, STEPS)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (state_role, (so, sbar, descs, tiles, bars, checkpoints, work, w, 0, HV, INITIAL, V_FIRST, False)),
-            (factor_role, (sD, a_desc, tiles, bars, work, w, HV, 0, FACTORS, True)),
-            (factor_role, (sD2, a_desc, tiles, bars, work, w, HV, 1, FACTORS, True)),
-            (load_role, (of_keys, tiles, batches, heads, group, full, done, work, HV, 0)),
+            (state_role, (so, sbar, descs, tiles, bars, checkpoints, work, w, 0, HV, INITIAL, V_FIRST, False, STEPS)),
+            (factor_role, (sD, a_desc, tiles, bars, work, w, HV, 0, FACTORS, True, STEPS)),
+            (factor_role, (sD2, a_desc, tiles, bars, work, w, HV, 1, FACTORS, True, STEPS)),
+            (load_role, (of_keys, tiles, batches, heads, group, full, done, work, HV, 0, None, None, STEPS)),
             (load_role, (of_values, tiles, batches, heads, group, vfull, done, work, HV, w)),
-            (rate_role, (gates, tiles, full, done, work, HV)),
+            (rate_role, (gates, tiles, full, done, work, HV, STEPS)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, 24, 24, 24])  # fmt: skip
     end_barriers((full, done, vfull, xfull), sbar, pfull, sbar2)
 
@@ -328,13 +328,14 @@ def _run(
     final states. ``on_pool``: the arguments for a pool: ``prompts``, ``parts``, ``checkpoints``, ``offsets``, and six
     numbers from ``slots`` on. ``handed``: of the states that parts start from, if there are parts."""
     p, x = c.p, c.x
-    q, k, box, lines_of = ragged(x.q, p.K), ragged(x.k, p.K), ragged(o, 64), None if rates is None else lines(rates)
+    q, k, box = ragged(x.q, p.K, steps=p.steps), ragged(x.k, p.K), ragged(o, 64, steps=p.steps)
+    lines_of = None if rates is None else lines(rates)
     gates = (x.g, x.beta, o) if rates is None else (None, None, None)
     numbers = *map(batch, gates[:2]), *tokens(gates[0]), *tokens(gates[1]), p.scale
     for (t, sequences, least, most, _), tape in launches:
         arguments = (
             q, k, ragged(x.v, 64 * t.groups), box, lines_of, *stored, *handed_by(tape, handed), x.cu_seqlens,
-            *on_pool[:4], p.N * p.HV, p.T, least, most, *on_pool[4:], *strides(x.q, x.k, x.v), *gates, *numbers,
+            *on_pool[:4], p.N * p.HV, p.T, least, most, *on_pool[4:], *row_strides(p, x.q, x.k, x.v), *gates, *numbers,
         )  # fmt: skip
         programs = count_programs(p, c.chip, t, sequences) if tape is None else tape.programs
         launch_rule(

@@ -20,14 +20,17 @@ def add(a, b):
 
 
 @gluon.jit
-def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, length):
+def load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token, length, STEPS: gl.constexpr):
     """Log decays and strengths of a sequence's tokens, and 0 after its end. Without ``g`` no token decays. Without
-    ``beta`` every token has strength 1."""
+    ``beta`` every token has strength 1. With STEPS only the first row of a token has a decay."""
     live, at = token < length, (start + token).to(gl.int64)
     x = (token * 0).to(gl.float32)
     b = gl.where(live, x + 1.0, 0.0)
     if g is not None:
-        x = gl.load(g + (g_row + at * g_token), mask=live, other=0.0).to(gl.float32)
+        decays, of_g = live, at
+        if STEPS > 1:
+            decays, of_g = live & (token % STEPS == 0), at // STEPS
+        x = gl.load(g + (g_row + of_g * g_token), mask=decays, other=0.0).to(gl.float32)
     if beta is not None:
         b = gl.load(beta + (beta_row + at * beta_token), mask=live, other=0.0).to(gl.float32)
     return x, b
@@ -46,7 +49,7 @@ def find_rates(x, b, i, scale):
 
 
 @gluon.jit
-def rate_role(gates, tiles, full, done, work, HV):
+def rate_role(gates, tiles, full, done, work, HV, STEPS: gl.constexpr):
     """Fills the ring of rates. It does nothing if `rates` makes them: then there is no ``o``."""
     g, beta, o, g_batch, g_strides, beta_batch, beta_strides, scale = gates
     if o is not None:
@@ -57,7 +60,7 @@ def rate_role(gates, tiles, full, done, work, HV):
         i = gl.arange(0, C, layout=gl.SliceLayout(0, TOKENS))[None, :]
         if work.cu_seqlens is not None:
             N, program = work.items // HV, gl.program_id(0)
-            clear_padding(o, work.cu_seqlens, N, work.T, i, program, gl.num_programs(0), HV * WIDTH)
+            clear_padding(o, work.cu_seqlens, N, work.T, i, program, gl.num_programs(0), HV * WIDTH, STEPS)
         t = 0
         pieces = find_pieces(work, HV)
         for piece in range(pieces.begin, pieces.end, pieces.step):
@@ -67,7 +70,7 @@ def rate_role(gates, tiles, full, done, work, HV):
             if work.cu_seqlens is None:
                 rows += own.n
             g_row, beta_row = rows * g_batch + own.hv * g_head, rows * beta_batch + own.hv * beta_head
-            x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, begin + i, length)
+            x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, begin + i, length, STEPS)
             for token in range(begin, end, C):
                 s = t % NS
                 found = find_rates(x, b, i, scale)
@@ -76,7 +79,8 @@ def rate_role(gates, tiles, full, done, work, HV):
                     rate(tiles.rates, s, row).store(found[row])
                 mbarrier.arrive(full.index(s), count=1)
                 t += 1
-                x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, token + C + i, length)
+                later = token + C + i
+                x, b = load_gates(g, beta, g_row, beta_row, g_token, beta_token, start, later, length, STEPS)
 
 
 def makes_rates(p: Problem) -> bool:

@@ -65,7 +65,8 @@ def rates(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     HEADS: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, GATE: tl.constexpr, RAW_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_BETA: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr,
-    OVERLAP: tl.constexpr, SHORT: tl.constexpr, DIVIDES: tl.constexpr, BACK: tl.constexpr, PROGRAMS: tl.constexpr,
+    OVERLAP: tl.constexpr, SHORT: tl.constexpr, STEPS: tl.constexpr, DIVIDES: tl.constexpr, BACK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     lead(OVERLAP)
     slot, first = tl.program_id(0), tl.program_id(1) * HEADS
@@ -87,21 +88,24 @@ def rates(
         empty = empty | (well == 0)
     if empty:
         if not BACK:
-            strides = (T.to(tl.int64) * HV * V, HV * V, V, 1)
+            strides = ((T // STEPS).to(tl.int64) * HV * V, HV * V, V, 1)
             for member in range(HEADS):
                 rows = rows_of(o, strides, row, first + member)
-                store_tile(rows, strides, tl.zeros([C, V], o.dtype.element_ty), token, stop, 0, V, C, V)
+                none = tl.zeros([C, V], o.dtype.element_ty)
+                store_tile(rows, strides, none, token, stop, 0, V, C, V, False, STEPS)
         return
     i, hv = tl.arange(0, C)[:, None], first + tl.arange(0, BH)[None, :]
     known = hv < first + HEADS
     live = (token + i < stop) & known
     G = tl.zeros([C, BH], tl.float32)
     if GATE:
-        at = row.to(tl.int64) * g_batch + (token + i).to(tl.int64) * g_strides[0] + hv * g_strides[1]
-        x = tl.load(g + at, mask=live, other=0.0).to(tl.float32)
+        decaying = live if STEPS == 1 else live & (i % STEPS == 0)
+        place = token + i if STEPS == 1 else (token + i) // STEPS
+        at = row.to(tl.int64) * g_batch + place.to(tl.int64) * g_strides[0] + hv * g_strides[1]
+        x = tl.load(g + at, mask=decaying, other=0.0).to(tl.float32)
         if RAW_GATE:
             rate, bias = head_parameters(A_log, dt_bias, hv, HAS_BIAS, known)
-            x = tl.where(live, head_log_decay(x, rate, bias), 0.0)
+            x = tl.where(decaying, head_log_decay(x, rate, bias), 0.0)
         sums = tl.cumsum(tl.maximum(x, LEAST_DECAY).to(tl.float64), 0)
         G = (sums * BITS).to(tl.float32)
     b = tl.where(live, 1.0, 0.0)
@@ -125,7 +129,7 @@ def rates(
             r_q, r_k = tl.load(at), tl.load(at + C)
         else:
             W: tl.constexpr = 32
-            r_q = reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W)[:, None]
+            r_q = reciprocal_lengths(rows_of(q, q_strides, row, h), q_strides, token, stop, K, C, W, STEPS)[:, None]
             r_k = reciprocal_lengths(rows_of(k, k_strides, row, h), k_strides, token, stop, K, C, W)[:, None]
             if norms is not None:
                 tl.store(at, r_q)

@@ -33,17 +33,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flash_delta.kernels.device.chunk import count_slots
-from flash_delta.kernels.hopper.device.gluon_compat import barrier, reinterpret
+from flash_delta.kernels.hopper.device.gluon_compat import barrier
 from flash_delta.kernels.hopper.device.hand_over import flag_of, hand_over, take_over
 from flash_delta.kernels.hopper.device.inverse_tiles import fine, finished, halves, is_fine, tiles_in, times_inverse
-from flash_delta.kernels.hopper.device.layouts import BOX, LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.device.layouts import HALF as NARROW
+from flash_delta.kernels.hopper.device.layouts import LINES, RAGGED, ROWS, TILE, C
 from flash_delta.kernels.hopper.device.load_role import ChunkTiles, load_role
-from flash_delta.kernels.hopper.device.rings import barriers, end_barriers, rate, wait_free
+from flash_delta.kernels.hopper.device.rings import as_box, barriers, end_barriers, place_of, rate, sees, wait_free
 from flash_delta.kernels.hopper.device.segment_bounds import find_chunks
 from flash_delta.kernels.hopper.device.state_copies import apart_all, load_state, send, store_state, store_through
 from flash_delta.kernels.hopper.device.work_items import Work, enter, find_pieces, find_run
-from flash_delta.kernels.hopper.plans.boxes import handed_by, inverses, lines, ragged, rows, saved, states, strides
+from flash_delta.kernels.hopper.plans.boxes import handed_by, inverses, lines, ragged, row_strides, rows, saved, states
 from flash_delta.kernels.hopper.plans.tape import Tape
 from flash_delta.kernels.hopper.plans.tiles import BY_HAND, RETRACE, SEGMENT_SCANS
 from flash_delta.kernels.hopper.scalar.segments.memory import HALF, SegmentedScan
@@ -54,7 +54,7 @@ from flash_delta.kernels.runtime.workspace import Trace
 
 
 @gluon.jit
-def score_role(tiles, bars, work, HV):
+def score_role(tiles, bars, work, HV, STEPS: gl.constexpr):
     """Writes P. ``tiles``: `ChunkTiles`. ``bars``: `Barriers`."""
     sq, sk, sr, sp = tiles.q, tiles.k, tiles.rates, tiles.P
     NS: gl.constexpr = sk.shape[0]
@@ -68,7 +68,7 @@ def score_role(tiles, bars, work, HV):
         P = warpgroup_mma(sq.index(s), sk.index(s).permute([1, 0]), zero, use_acc=False, is_async=True)
         decay = gl.exp2(rate(sr, s, 0).permute([1, 0]).load(ROWS) - rate(sr, s, 1).load(ROWS))
         P = warpgroup_mma_wait(0, deps=[P])
-        P = gl.where(i >= j, P * decay, 0.0).to(sk.dtype)
+        P = gl.where(sees(i, j, STEPS), P * decay, 0.0).to(sk.dtype)
         wait_free(bars.done, t, SCORES, NS)  # signalled by the state groups, which have read the old P
         sp.index(x).store(P)
         fence_async_shared()
@@ -78,7 +78,7 @@ def score_role(tiles, bars, work, HV):
 @gluon.jit
 def state_role(
     sv, so, sbar, sb, descs, tiles, bars, work, v, HV, INITIAL: gl.constexpr, START_V_FIRST: gl.constexpr,
-    V_FIRST: gl.constexpr,
+    V_FIRST: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Carries 64 value columns of the state, from column v on. ``sv``: their ring of v. ``descs``: `StateDescriptors`,
     whose initial states are those of segments. ``tiles``: `ChunkTiles`. ``bars``: `Barriers`."""
@@ -172,8 +172,9 @@ def state_role(
                     tma.store_wait(NO - 1)  # the copy engine has read the next buffer of ``so``
                     barrier()  # all warps of this state group: none writes earlier
                     out = so.index((t * SENT + SENT - 1) % NO)
-                    box, at = reinterpret(out, ty, [1, 1, C, 64], BOX), RAGGED - size + run.token + step * C
-                    store_through(out, box, descs.o, (RAGGED, row, at, hv * WIDTH + v), O.to(ty), True)
+                    left = RAGGED - size + run.token + step * C
+                    at = place_of(row, left, hv * WIDTH + v, STEPS)
+                    store_through(out, as_box(out, ty, 64, STEPS), descs.o, at, O.to(ty), True)
             if work.tape is not None and not last:
                 store_state(descs.handed, S, None, work.program * WIDTH, v, so, WIDTH, True, 1)
                 hand_over(flag_of(work, work.program, v // 64))
@@ -193,7 +194,7 @@ def scan_segments(
     q_desc, k_desc, v_desc, r_desc, a_desc, o_desc, s_desc, u_desc, starts, final, handed, tape, cu_seqlens, length, N,
     T, q_batch, k_batch, v_batch, heads, HV, group, WIDTH: gl.constexpr, GROUPS: gl.constexpr, INITIAL: gl.constexpr,
     START_V_FIRST: gl.constexpr, V_FIRST: gl.constexpr, SAVE: gl.constexpr, FINE: gl.constexpr, TAPED: gl.constexpr,
-    NS: gl.constexpr, REGISTERS: gl.constexpr,
+    STEPS: gl.constexpr, NS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     LOADS_STATES: gl.constexpr = INITIAL or tape is not None
@@ -237,35 +238,48 @@ def scan_segments(
     second = first + 64
     if GROUPS == 2 and q_desc is None:
         gl.warp_specialize([
-            (state_role, (sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST)),
-            (state_role, (sv2, so2, sbar2, sb, states, tiles, bars, work, second, HV, INITIAL, START_V_FIRST, V_FIRST)),
-            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0)),
+            (state_role, (
+                sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST, STEPS,
+            )),
+            (state_role, (
+                sv2, so2, sbar2, sb, states, tiles, bars, work, second, HV, INITIAL, START_V_FIRST, V_FIRST, STEPS,
+            )),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0, None, None, STEPS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     elif GROUPS == 2:
         gl.warp_specialize([
-            (score_role, (tiles, bars, work, HV)),
-            (state_role, (sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST)),
-            (state_role, (sv2, so2, sbar2, sb, states, tiles, bars, work, second, HV, INITIAL, START_V_FIRST, V_FIRST)),
-            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0)),
+            (score_role, (tiles, bars, work, HV, STEPS)),
+            (state_role, (
+                sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST, STEPS,
+            )),
+            (state_role, (
+                sv2, so2, sbar2, sb, states, tiles, bars, work, second, HV, INITIAL, START_V_FIRST, V_FIRST, STEPS,
+            )),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0, None, None, STEPS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
     elif q_desc is None:
         gl.warp_specialize([
-            (state_role, (sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST)),
-            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0)),
+            (state_role, (
+                sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST, STEPS,
+            )),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, 0, None, None, STEPS)),
         ], [1], [24])  # fmt: skip
     else:
         first = gl.program_id(1) * 64
         gl.warp_specialize([
-            (score_role, (tiles, bars, work, HV)),
-            (state_role, (sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST)),
-            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, first)),
+            (score_role, (tiles, bars, work, HV, STEPS)),
+            (state_role, (
+                sv, so, sbar, sb, states, tiles, bars, work, first, HV, INITIAL, START_V_FIRST, V_FIRST, STEPS,
+            )),
+            (load_role, (descs, tiles, batches, heads, group, full, done, work, HV, first, None, None, STEPS)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     end_barriers((full, done), pfull, sbar, sbar2)
 
 
 def run_scan_segments(c: Draft, o: Layout, final: Layout, rates: Layout, w: SegmentedScan, trace: Trace | None) -> None:
-    ends = ragged(c.x.q, c.p.K), ragged(o, HALF), states(c.p, final)
-    _run(c, rates, w, trace, *ends, None, **SEGMENT_SCANS[c.p.K])
+    p = c.p
+    ends = ragged(c.x.q, p.K, steps=p.steps), ragged(o, HALF, steps=p.steps), states(p, final)
+    _run(c, rates, w, trace, *ends, None, **SEGMENT_SCANS[p.K])
 
 
 def run_retrace(c: Draft, rates: Layout, w: SegmentedScan, trace: Trace, tape: Tape | None = None) -> None:
@@ -284,7 +298,7 @@ def _run(
         starts = states(p, x.initial_state)
     arguments = (
         q, ragged(x.k, p.K), ragged(x.v, HALF), lines(rates), inverses(w.A), o, *saved(trace), starts, final,
-        *handed_by(tape), x.cu_seqlens, w.length, p.N, p.T, *strides(x.q, x.k, x.v),
+        *handed_by(tape), x.cu_seqlens, w.length, p.N, p.T, *row_strides(p, x.q, x.k, x.v),
     )  # fmt: skip
     programs = count_slots(p, w.length) * p.HV if tape is None else tape.programs
     launch_rule(
