@@ -128,7 +128,7 @@ def test_backends_have_what_the_protocol_says(name):
         pytest.importorskip("triton", reason="Triton is not installed")
     around = backend.load_elementwise(name)
     optional = {"workspace_bytes", "plans", "empty_saved"}
-    optional |= {"step", "decode"} if name == "hopper" else set()  # which its `unsupported` rules out
+    optional |= {"step", "decode", "commit"} if name == "hopper" else set()  # which its `unsupported` rules out
     optional |= {"convolve_backward", "normalize_backward", "gate_backward"} if backend.is_seen_through(name) else set()
     for module, protocol in ((backend.load(name), Backend), (around, ElementwiseBackend)):
         for function, described in functions(protocol).items():

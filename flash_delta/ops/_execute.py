@@ -13,7 +13,7 @@ from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slo
 
 def forward(problem: Problem, known: KnownCall, inputs: Inputs) -> Outputs:
     run = known.backend.step if problem.recurrent else known.backend.forward
-    if takes_steps(known.backend, problem):
+    if problem.steps == 1 or takes_steps(known.backend, problem):
         return _in_own_precision(run, problem, inputs, known)
     if problem.gate.raw:  # a raw gate of 0 decays
         raise ValueError(f"{problem.op}: expected a backend that takes raw gates once per token, got one that does not")
@@ -32,7 +32,7 @@ def backward(
 ) -> Inputs:
     n, run = problem.steps, known.backend.backward
     do = inputs.v.new_zeros(*inputs.q.shape[:2], *inputs.v.shape[2:]) if do is None else do
-    if takes_steps(known.backend, problem):
+    if problem.steps == 1 or takes_steps(known.backend, problem):
         return _in_own_precision(run, problem, inputs, saved, do, dfinal, known)
     inputs, do = interleaved(n, inputs), _apart(do, n - 1, 0)
     d = _in_own_precision(run, problem._replace(steps=1), inputs, saved, do, dfinal, known)

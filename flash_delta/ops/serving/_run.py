@@ -56,7 +56,7 @@ def _look(given: tuple[Any, ...], options: "dict[str, Any] | Chosen", x: Inputs,
 
 # Without fields that no serving op has. For an operator that writes tensors, PyTorch compares all pairs of arguments.
 Tensors = named("Tensors", get_type_hints(Inputs), "p", "initial_state")
-OTHERS = ("optional_beta", "chunk_size", "keep_states", "disable_recompute")
+OTHERS = ("optional_beta", "chunk_size", "steps", "keep_states", "disable_recompute")
 Chosen = named("Chosen", get_type_hints(Options), *OTHERS, gate=GateFields, pools=PoolOptions)
 
 
