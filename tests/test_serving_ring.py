@@ -205,6 +205,27 @@ def test_bad_arguments_are_named(error):
     assert error in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("error", "more"),
+    [
+        ("null_slot: expected a number of at least 0", {"null_slot": "0"}),
+        ("state_v_first: expected True or False", {"state_v_first": "False"}),
+        ("checkpoint_offsets: expected a tensor [2], got None", {"checkpoint_indices": torch.tensor([0, 1])}),
+        ("state_pool: expected at least one layer", {"layers": 0}),
+    ],
+)
+def test_bad_arguments_of_commit_are_named(error, more):
+    x = make_call(B=2, T=3)
+    pool, records, rows = x["state_pool"], make_ring(x), slots([0, 1], x)
+    if "layers" in more:
+        pool, *records = (t.new_empty(0, *t.shape) for t in (pool, *records))
+    ring = Ring(*records, read=rows, counts=rows)
+    options = {"state_v_first": True} | {name: value for name, value in more.items() if name != "layers"}
+    with pytest.raises(ValueError, match="commit: ") as raised:
+        commit(pool, ring, rows, **options)
+    assert error in str(raised.value)
+
+
 def test_shared_pages_are_refused_on_a_cpu():
     x = make_call(B=2, T=3)
     ring = Ring(*make_ring(x), slots([0, 0], x))

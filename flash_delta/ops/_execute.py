@@ -13,6 +13,7 @@ from flash_delta.problem import Around, Inputs, KnownCall, Outputs, Problem, Slo
 
 def forward(problem: Problem, known: KnownCall, inputs: Inputs) -> Outputs:
     run = known.backend.step if problem.recurrent else known.backend.forward
+    # Most calls are known by `steps` alone, and a known call has few calls of Python (tests/test_training_host.py).
     if problem.steps == 1 or takes_steps(known.backend, problem):
         return _in_own_precision(run, problem, inputs, known)
     if problem.gate.raw:  # a raw gate of 0 decays

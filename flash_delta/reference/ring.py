@@ -70,7 +70,7 @@ class Ring:
 def commit(problem: Problem, x: Inputs, s: Slots, known: KnownCall | None = None) -> None:
     """Applies records to the states of all layers, in place. ``x``: k and u of the records, and as g their decays."""
     pool = s.state_pool.mT if problem.state_v_first else s.state_pool
-    layer = s._replace(state_pool=s.state_pool[0] if len(pool) else pool.new_empty(0))
+    layer = s._replace(state_pool=s.state_pool[0])
     slots = s.read_indices.tolist()
     live = [b for b, slot in enumerate(slots) if is_slot(problem, layer, slot)]
     pages = plan_pages(problem, s._replace(ring_k=x.k), live)

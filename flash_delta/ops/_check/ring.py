@@ -41,6 +41,8 @@ def describe_commit(x: Committed, options: CommitOptions) -> Problem:
     (B,) = check_shape(op, "slots", x.slots, "B")
     state = (V, K) if options.state_v_first else (K, V)
     check_shape(op, "state_pool", x.state_pool, *before, "slots", HV, *state)
+    if layers and not len(x.state_pool):
+        refuse(op, "state_pool", "at least one layer (axis 0)", 0)
     channel = isinstance(x.decay, Tensor) and x.decay.ndim == x.k.ndim
     gate = Gate("channel" if channel else "scalar", dtype=x.k.dtype)
     pools = Pools(
