@@ -70,7 +70,7 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
       decode on a pool, and by plain calls of this library.
     * "comba", "delta-rule", "simple-gla": this library and fla.
     * "serving": this library, and plain calls of it.
-    * "family-...": this library, also on each of its backends by name, and fla.
+    * "family-...": this library, also on Triton, and fla.
     * "gdn-pools", "kda-pools": all, and this library on each of its backends by name.
     * Other groups: all, but those that have only Kimi Delta Attention only in its groups.
     """
@@ -78,7 +78,7 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
         return {name: installed[name] for name in installed if name in (OURS, "fla")}
     if group.startswith("family-"):
         own = {name: installed[name] for name in installed if name in (OURS, "fla")}
-        return own | (dict.fromkeys(BY_NAME, __version__) if OURS in own else {})
+        return own | ({"triton": __version__} if OURS in own else {})
     if group == "step":
         own = {name: installed[name] for name in installed if name in (OURS, "fla")}
         return own | ({REGISTERED: __version__} if "fla" in own else {})
