@@ -14,6 +14,7 @@ from test_integrations_transformers import tokens as words
 from tiny_layers import DELTA_LAYERS, D, random
 from tiny_model import KINDS, build, tokens
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicIndexedLayer
 
 import flash_delta
 from flash_delta.integrations.transformers import enable
@@ -25,7 +26,9 @@ from flash_delta.models.heads import CACHE
 
 LONG = KEPT + 13  # a prompt that is read in two parts
 UNEVEN = {"comba", "comba-grouped", "gla", "gla-grouped"}  # their ops run in chunks
-UNKNOWN = {"bailing_hybrid"}  # layers whose source we have not read
+REFUSED = {"bailing_hybrid"}  # its layers are not among those whose source is known
+if not hasattr(DynamicIndexedLayer(), "indexer_position_ids"):  # as in transformers 5.17
+    REFUSED |= {"qwen4_exp"}
 
 
 def assert_close(actual, expected):
@@ -204,11 +207,11 @@ def test_generate_with_drafts_of_transformers(family, crops):
     model = tiny_transformers.build(family, torch.float64)
     with float64(family), enable(model):
         refused = pytest.raises(ValueError, match="assisted generation is not supported with stateful models")
-        with refused if family in UNKNOWN else nullcontext():
+        with refused if family in REFUSED else nullcontext():
             assert_drafts_change_nothing(model, (words(1, 5), words(1, LONG)), crops)
 
 
-@pytest.mark.parametrize("model", [*KINDS, *(name for name in tiny_transformers.FAMILIES if name not in UNKNOWN)])
+@pytest.mark.parametrize("model", [*KINDS, *(name for name in tiny_transformers.FAMILIES if name != "bailing_hybrid")])
 def test_rows_of_a_batch(model):
     """Two rows, of which one is padded. A draft of one call or of single tokens is taken back, or a part of it."""
     ours, family, draw = model in KINDS, model, tokens if model in KINDS else words
@@ -340,3 +343,10 @@ def test_what_is_lifted_is_put_back():
         assert "Qwen3NextPreTrainedModel._is_stateful: True -> False" in str(report)
     assert (module.Qwen3NextPreTrainedModel._is_stateful, layer.crop, layer.is_croppable) == before
     assert before[0] is True
+
+
+def test_what_is_not_lifted():
+    """Drafts would change the text: by attention that chooses other keys for several tokens than for one."""
+    cls = tiny_transformers.modelling("glm5_next").Glm5NextPreTrainedModel
+    with enable():
+        assert cls._is_stateful

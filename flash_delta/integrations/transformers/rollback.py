@@ -29,7 +29,15 @@ def of_caches() -> Iterator[tuple[type, str, Any]]:
 
 
 def of_models(module: ModuleType) -> Iterator[tuple[type, str, bool]]:
-    """Yields the same for the classes of models by which `generate` refuses drafts."""
+    """Yields the same for the classes of models by which `generate` refuses drafts.
+
+    In transformers' code GLM-5-Next's attention chooses other keys for several tokens than for one. Qwen4-Exp's reads
+    the positions of all tokens, and 5.17 keeps them where no crop reaches them. Drafts would change the text of both.
+    """
+    family = module.__name__.rpartition("modeling_")[2]
+    attention = import_module("transformers.cache_utils").DynamicIndexedLayer()
+    if family == "glm5_next" or (family == "qwen4_exp" and not hasattr(attention, "indexer_position_ids")):
+        return
     for cls in vars(module).values():
         if isclass(cls) and cls.__module__ == module.__name__ and "_is_stateful" in vars(cls):
             yield cls, "_is_stateful", False
