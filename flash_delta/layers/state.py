@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from flash_delta.layers.packing import Packing, Tokens
@@ -165,12 +165,14 @@ class Replay:
         return tuple(windows)
 
 
-def in_two(layer: nn.Module, hidden_states: Tensor, attention_mask: Tensor | None, state: MixerState) -> Tensor:
-    """The layer's output for more than KEPT tokens. The state keeps the last KEPT of them."""
-    state.record_past = False
-    first = layer(hidden_states[:, :-KEPT], None if attention_mask is None else attention_mask[:, :-KEPT], state)
-    state.record_past = True
-    return torch.cat([first, layer(hidden_states[:, -KEPT:], attention_mask, state)], dim=1)
+def in_two(
+    forward: Callable[..., Tensor], hidden_states: Tensor, attention_mask: Tensor | None, state: MixerState
+) -> Tensor:
+    """A layer's output for more than KEPT tokens. The state keeps the last KEPT of them."""
+    earlier = MixerState(state.conv, state.recurrent)
+    y = forward(hidden_states[:, :-KEPT], None if attention_mask is None else attention_mask[:, :-KEPT], earlier)
+    state.conv, state.recurrent, state.replay = earlier.conv, earlier.recurrent, None
+    return torch.cat([y, forward(hidden_states[:, -KEPT:], attention_mask, state)], dim=1)
 
 
 @dataclass
