@@ -14,7 +14,6 @@ OTHER_WORDS = (
     "no backend can run this",
     "model: {entry}",
     "folder: {wrong}",
-    "cannot be rolled back",
     "a second derivative is asked for",
     "away from the first call's",
     "a kernel {what} beyond its tensors",

@@ -287,7 +287,7 @@ def test_report_and_restoring():
     family = "qwen3_5"
     module = modelling(family)
     norm, layer = module.Qwen3_5RMSNormGated, module.Qwen3_5GatedDeltaNet
-    owners = module, norm, layer, module.Qwen3_5TextModel
+    owners = module, norm, layer, module.Qwen3_5TextModel, module.Qwen3_5PreTrainedModel
     before, path = {owner: dict(vars(owner)) for owner in owners}, list(sys.meta_path)
     with enable() as first, enable() as second, enable(build(family)):
         mine = [entry for entry in first.replaced if entry.module == module.__name__]
@@ -299,6 +299,7 @@ def test_report_and_restoring():
             (norm, "forward"),
             (layer, "forward"),
             (module.Qwen3_5TextModel, "forward"),
+            (module.Qwen3_5PreTrainedModel, "_is_stateful"),
         ]
         for owner, name, old, new in mine:
             assert getattr(owner, name) is new

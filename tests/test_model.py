@@ -57,11 +57,6 @@ def test_reset_cache_starts_anew(model):
     assert_close(model(ids, cache=cache).logits, model(ids).logits)
 
 
-def test_cache_refuses_to_be_cropped():
-    with pytest.raises(NotImplementedError, match="crop: a recurrent state cannot be rolled back"):
-        FlashDeltaCache(FlashDeltaConfig(**SIZES)).crop(-1)
-
-
 def test_a_cache_without_tokens():
     cache = FlashDeltaCache(FlashDeltaConfig(**SIZES, **KINDS["hybrid"]))
     cache.batch_repeat_interleave(3)

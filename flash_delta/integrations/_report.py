@@ -39,6 +39,9 @@ class Refused(NamedTuple):
 def _describe(function: Any) -> str:
     """The name of the function that computes. transformers' wrapper calls fla's op if fla can be imported, and our
     replacement in fla calls our op."""
+    function = function.fget if isinstance(function, property) else function
+    if isinstance(function, bool):
+        return str(function)
     if isfunction(function):
         inner = vars(function).get("implementation") or getclosurevars(function).nonlocals.get("implementation")
         function = inner or function

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from flash_delta.layers._gate import GateParameters
 from flash_delta.layers.documents import forget_at_starts, read_documents
 from flash_delta.layers.packing import Packing, check_width
-from flash_delta.layers.state import MixerState
+from flash_delta.layers.state import KEPT, MixerState, Replay, in_two
 from flash_delta.modules import GatedRMSNorm, RMSNorm, ShortConvolution
 from flash_delta.ops._check.options import as_bool, as_size
 from flash_delta.parallel import ContextParallel
@@ -20,7 +19,6 @@ from flash_delta.parallel import ContextParallel
 # Inference runs up to this many tokens one by one, because the chunk op always computes a whole chunk. On a CPU, a
 # chunk of a small GDN layer at batch 1 takes as long as 16 steps. With a larger layer or batch it is more steps.
 RECURRENT_TOKENS = 16
-Activations = tuple[str | None, str | None, str | None]  # of q, k and v: "silu" or None
 
 
 class Mixer(GateParameters):
@@ -49,13 +47,12 @@ class Mixer(GateParameters):
         num_kv_heads: int | None = None,  # heads of k and v before the subclass repeats them
         use_beta: bool = True,
         updates: int = 1,  # of the state per token: so many times as many channels of k, v and beta
-        activations: Activations = ("silu", "silu", "silu"),
+        activations: tuple[str | None, ...] = ("silu", "silu", "silu"),  # of q, k and v
     ) -> None:
         super().__init__()
         layer = type(self).__name__
         hidden_size, num_heads = as_size(layer, "hidden_size", hidden_size), as_size(layer, "num_heads", num_heads)
         num_v_heads = num_heads if num_v_heads is None else as_size(layer, "num_v_heads", num_v_heads)
-        use_short_conv = as_bool(layer, "use_short_conv", use_short_conv)
         conv_size, conv_bias = as_size(layer, "conv_size", conv_size), as_bool(layer, "conv_bias", conv_bias)
         if num_v_heads % num_heads != 0:
             raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}")
@@ -63,16 +60,15 @@ class Mixer(GateParameters):
             raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {mode!r}")
         self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
-        self.mode, self.layer_idx, self.backend = mode, layer_idx, backend
-        self.use_short_conv, self.activations = use_short_conv, activations
-
+        self.mode, self.layer_idx, self.backend, self.activations = mode, layer_idx, backend, activations
+        self.use_short_conv, self.conv_size = as_bool(layer, "use_short_conv", use_short_conv), conv_size
         k_heads, v_heads = (num_heads, num_v_heads) if num_kv_heads is None else (num_kv_heads, num_kv_heads)
         widths = num_heads * head_k_dim, updates * k_heads * head_k_dim, updates * v_heads * head_v_dim
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, width, bias=False) for width in widths)
         if use_beta:
             self.b_proj = nn.Linear(hidden_size, updates * num_v_heads, bias=False)
         self.o_proj = nn.Linear(num_v_heads * head_v_dim, hidden_size, bias=False)
-        if use_short_conv:
+        if self.use_short_conv:
             self.q_conv1d, self.k_conv1d, self.v_conv1d = (
                 ShortConvolution(width, conv_size, conv_bias, activation, backend)
                 for width, activation in zip(widths, activations, strict=True)
@@ -88,11 +84,8 @@ class Mixer(GateParameters):
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """q, k, v [B, T, heads * width] after their convolutions -> the op's arguments, [B, T, heads, width]."""
-        return {
-            "q": q.unflatten(-1, (-1, self.head_k_dim)),
-            "k": k.unflatten(-1, (-1, self.head_k_dim)),
-            "v": v.unflatten(-1, (-1, self.head_v_dim)),
-        }
+        K, V = self.head_k_dim, self.head_v_dim
+        return {"q": q.unflatten(-1, (-1, K)), "k": k.unflatten(-1, (-1, K)), "v": v.unflatten(-1, (-1, V))}
 
     def _gates(self, x: Tensor) -> dict[str, Tensor]:
         """x [B, T, D] -> the op's g and beta, if the op has them."""
@@ -132,7 +125,7 @@ class Mixer(GateParameters):
             attention_mask: [B, T], or [B, past + T] of which the last T columns are used, bool or integers; zeros are
                 padding, on either side. A token's output does not depend on padding; padding's own output is 0.
             state: the layer starts from this state and leaves the new state in it. None starts from zeros and keeps
-                nothing.
+                nothing. A state that records its past excludes cu_seqlens and cp_context.
             cu_seqlens: boundaries [N + 1], int32 or int64, of sequences packed in one row (B = 1); excludes
                 attention_mask. Tokens after the last boundary give 0.
             cp_context: the split of one packed row over many ranks. hidden_states are this rank's tokens, and the
@@ -161,17 +154,21 @@ class Mixer(GateParameters):
         if state is None and seq_idx is None and cp_context is None and self._mixes(hidden_states.shape[1]):
             return packing.unpack(self.o_proj(self._mix(x, packing.cu_seqlens)))
         past = MixerState() if state is None else state
-        tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens, cp_context, seq_idx)
+        replay = past.next_replay(packing, self.conv_size) if past.record_past else None
+        if replay is not None and hidden_states.shape[1] > KEPT:
+            return in_two(self.forward, hidden_states, attention_mask, past)
+        tokens, conv = self.tokens(x, past.conv, state is not None, packing.cu_seqlens, cp_context, seq_idx, replay)
         options = self.options() | {"initial_state": past.recurrent, "output_final_state": state is not None}
         if seq_idx is not None:
             tokens, options = self._separate(tokens, options, seq_idx)
         if cp_context is not None:
             o, recurrent = self._op(recurrent=False)(**tokens, **options, cp_context=cp_context)
+        elif replay is not None:
+            o, recurrent = replay.run(self._op(recurrent=True), tokens, options, packing)
         else:
             op = self._op(recurrent=self._steps_through(hidden_states.shape[1]))
             o, recurrent = op(**tokens, **options, cu_seqlens=packing.cu_seqlens)
-        if state is not None:
-            state.conv, state.recurrent = conv, recurrent
+        past.conv, past.recurrent = conv, recurrent
         return packing.unpack(self.output(o, x))
 
     def _mixes(self, T: int) -> bool:
@@ -192,6 +189,7 @@ class Mixer(GateParameters):
         cu_seqlens: Tensor | None = None,
         cp_context: ContextParallel | None = None,
         seq_idx: Tensor | None = None,
+        replay: Replay | None = None,
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Tensor] | None]:
         """The op's arguments that are computed from the tokens.
 
@@ -202,18 +200,20 @@ class Mixer(GateParameters):
             cu_seqlens: boundaries [N + 1] of sequences packed in one row (B = 1).
             cp_context: the split of a row over ranks. The tokens and cu_seqlens are this rank's.
             seq_idx: numbers of the tokens' documents [B, T], for the convolutions; see `documents.py`.
+            replay: gets the convolutions' inputs.
 
         Returns:
             The op's arguments by name, q and k [B, T, H, K], v [B, T, HV, V], gates [B, T, HV] or with channels, raw if
             `options` tells the op so; and the convolutions' states or None. Of k, v and beta each update has a row.
         """
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        halo = None
-        if cp_context is not None and self.use_short_conv:
-            halo = cp_context.halo(projected, conv, self.q_conv1d.kernel_size)
+        splits = cp_context is not None and self.use_short_conv
+        halo = cp_context.halo(projected, conv, self.conv_size) if splits else None
         gates = self._gates(x)  # while the halo is under way
         if halo is not None:
             projected, conv = halo.wait()
+        if replay is not None and self.use_short_conv:
+            replay.inputs = projected
         (q, k, v), conv = self._convolve(projected, conv, keep_state, cu_seqlens, seq_idx)
         return self._activate(self._heads(q, k, v) | gates), conv
 
@@ -240,7 +240,7 @@ class Mixer(GateParameters):
         """q, k, v before their convolutions -> after them, and the convolutions' states if they are kept."""
         if not self.use_short_conv:
             acted = zip(projected, self.activations, strict=True)
-            return tuple(y if activation is None else F.silu(y) for y, activation in acted), None
+            return tuple(y if activation is None else nn.functional.silu(y) for y, activation in acted), None
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
         results = [
             convolution(y, initial_state, keep_state, cu_seqlens, seq_idx)

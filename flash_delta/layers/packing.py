@@ -6,7 +6,9 @@ softplus(dt_bias) > 0), and the convolution would read it. So the layers remove 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +57,50 @@ class Packing:
         if self.inverse is None:
             return x
         return x[0].index_select(0, self.inverse).view(*self.valid.shape, x.shape[-1])
+
+
+class Tokens(NamedTuple):
+    """Some tokens of every row, padded.
+
+    op: the op's arguments, [B, T, ...], or [B, n T, ...] with n updates per token; or None.
+    conv: the inputs of the convolutions, [B, T, D].
+    valid: [B, T] bool, False for padding; None if all tokens count.
+    """
+
+    op: dict[str, Tensor | None]
+    conv: tuple[Tensor, ...] = ()
+    valid: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Tokens:
+        """The tokens after `change`, which takes and returns one row of channels per token, [B, T, channels]."""
+        T = self.op["q"].shape[1]
+
+        def change_argument(x: Tensor) -> Tensor:
+            rows = change(x.reshape(x.shape[0], T, -1))
+            return rows.reshape(rows.shape[0], -1, *x.shape[2:])
+
+        op = {name: None if x is None else change_argument(x) for name, x in self.op.items()}
+        return Tokens(op, tuple(change(x) for x in self.conv), self.valid)
+
+    def part(self, start: int, end: int) -> Tokens:
+        """Tokens start to end - 1 of every row."""
+        valid = None if self.valid is None else self.valid[:, start:end]
+        return self.each(lambda rows: rows[:, start:end])._replace(valid=valid)
+
+    @staticmethod
+    def join(parts: list[Tokens]) -> Tokens:
+        """The tokens of all parts, one after the other."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        op = {name: None if x is None else torch.cat([p.op[name] for p in parts], 1) for name, x in first.op.items()}
+        conv = tuple(torch.cat(inputs, dim=1) for inputs in zip(*(p.conv for p in parts), strict=True))
+        if all(p.valid is None for p in parts):
+            return Tokens(op, conv)
+        queries = [p.op["q"] for p in parts]
+        whole = [q.new_ones(q.shape[:2], dtype=torch.bool) for q in queries]
+        valid = [w if p.valid is None else p.valid for p, w in zip(parts, whole, strict=True)]
+        return Tokens(op, conv, torch.cat(valid, dim=1))
 
 
 def check_inputs(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:

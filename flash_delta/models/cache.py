@@ -15,7 +15,8 @@ from flash_delta.models.configuration import FlashDeltaConfig
 class FlashDeltaCache(Cache):
     """One state per layer: `MixerState` (`.conv`, `.recurrent`) or, for softmax attention, `AttentionState`.
 
-    The last tokens cannot be removed from a recurrent state, so `crop` raises an error.
+    After `activate_past_recording()` the last tokens can be taken back by `crop`, as assisted generation and prompt
+    lookup do.
 
     Args:
         config: the model's configuration; it says which layer needs which state.
@@ -34,7 +35,6 @@ class FlashDeltaCache(Cache):
     """
 
     is_compileable = False
-    is_croppable = False
 
     def __init__(self, config: FlashDeltaConfig) -> None:
         super().__init__(layers=[AttentionState() if name == "attention" else MixerState() for name in config.mixers])
@@ -70,7 +70,10 @@ class FlashDeltaCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.layers = [type(layer)() for layer in self.layers]
+        self.layers = [
+            AttentionState() if isinstance(layer, AttentionState) else MixerState(record_past=layer.record_past)
+            for layer in self.layers
+        ]
         self.seen_tokens = 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -87,9 +90,49 @@ class FlashDeltaCache(Cache):
         """Replace the states of each beam by those of the beam that it continues, beam_idx [B]."""
         self.batch_select_indices(beam_idx)
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take tokens back. With a delta-rule layer this takes `activate_past_recording()`."""
+        return all(isinstance(layer, AttentionState) or layer.record_past for layer in self.layers)
+
+    def activate_past_recording(self) -> None:
+        """Let layers keep what `crop` needs from now on. A layer then runs up to 128 tokens one by one."""
+        for layer in self.layers:
+            if isinstance(layer, MixerState):
+                layer.record_past = True
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise NotImplementedError, because an earlier recurrent state cannot be computed from a later one."""
-        raise NotImplementedError("crop: a recurrent state cannot be rolled back; keep a copy of the cache instead")
+        """Take the last tokens of every row back, padding included, and forget what was kept for that.
+
+        Delta-rule layers keep tokens that come after `activate_past_recording()` and after the last crop: all of the
+        last call, if it has at most 128 tokens, and at least 128, if so many came. The op of such a layer runs once
+        more, on those of them that stay. So its state gets the bits that it had after these tokens.
+
+        Args:
+            tokens_to_remove: minus the number of tokens, as in transformers. 0 takes none back.
+
+        Raises:
+            ValueError: if a layer did not keep so many tokens. Then no layer is changed.
+
+        Example:
+            >>> import torch
+            >>> from flash_delta.models import FlashDeltaCache, FlashDeltaConfig, FlashDeltaModel
+            >>> config = FlashDeltaConfig(vocab_size=256, hidden_size=64, num_hidden_layers=2, num_heads=2, head_dim=16)
+            >>> cache = FlashDeltaCache(config)
+            >>> cache.activate_past_recording()
+            >>> out = FlashDeltaModel(config).eval()(torch.tensor([[1, 2, 3]]), cache=cache)
+            >>> cache.crop(-2)
+            >>> cache.get_seq_length()
+            1
+        """
+        tokens = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
+        kept = min(layer.croppable for layer in self.layers)
+        if not isinstance(tokens, int) or not -kept <= tokens <= 0:
+            why = "so many are kept since the last crop" if self.is_croppable else "without activate_past_recording()"
+            raise ValueError(f"tokens_to_remove: expected {-kept} to 0 ({why}), got {tokens}")
+        for layer in self.layers:
+            layer.crop(-tokens)
+        self.seen_tokens += tokens
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError, as do `early_initialization`, `prefetch` and `offload`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
@@ -59,6 +59,15 @@ class FlashDeltaForCausalLM(FlashDeltaPreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = FlashDeltaCache(self.config)
+            if generation_config.is_assistant:  # its drafts may be rejected
+                model_kwargs[CACHE].activate_past_recording()
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError, because the paged cache of transformers has no place for recurrent states."""
+        raise NotImplementedError(
+            "generate_batch: expected a model whose layers keep keys and values only, as a paged cache of transformers "
+            f"does, got a {type(self).__name__}: use generate"
+        )
 
     @can_return_tuple
     def forward(

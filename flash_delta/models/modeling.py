@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
@@ -31,7 +32,7 @@ class FlashDeltaPreTrainedModel(PreTrainedModel):
     _no_split_modules = ("FlashDeltaBlock",)
     _skip_keys_device_placement = ("cache", "past_key_values")  # its name since transformers 5.24, and before
     _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
-    _is_stateful = True  # assisted generation would have to roll the cache back, which is impossible
+    _is_stateful = not hasattr(Cache, "activate_past_recording")  # older transformers lets no cache record its past
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

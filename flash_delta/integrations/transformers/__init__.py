@@ -23,6 +23,10 @@ cache and without ``attention_mask``. With either of them, a restart is refused 
 row is one document there, as in the model's own code. If an op cannot run a call, the error names the argument. Nothing
 falls back to the model's own code.
 
+``generate`` takes ``assistant_model`` and ``prompt_lookup_num_tokens`` for all of these but Bailing-hybrid, GLM-5-Next,
+and Qwen4-Exp in 5.17: up to 128 tokens of a cache that records its past can be cropped. A crop of other recurrent
+states is refused.
+
 For a row over many ranks, call ``model(input_ids=context.shard(row), cp_context=context)``. If the model has softmax
 attention, first call ``model.set_attn_implementation("gathered_keys")``. Models with indexed attention (GLM-5-Next,
 Qwen4-Exp) or a sliding window (Lara-mini) do not take ``cp_context``.

@@ -20,6 +20,7 @@ from flash_delta.integrations._report import Refused, Replaced
 from flash_delta.integrations.transformers.documents import separating, walks_layers
 from flash_delta.integrations.transformers.functions import CONVOLUTIONS, RULES, RULES_OF_SIGMOID, SIGMOID, gated_norm
 from flash_delta.integrations.transformers.layers import form_of, mixing
+from flash_delta.integrations.transformers.rollback import of_caches, of_models
 
 MODELLING = re.compile(r"transformers\.models\.\w+\.modeling_\w+")
 NORM = re.compile(r"\w+RMSNormGated")
@@ -147,6 +148,9 @@ def _names(module: ModuleType) -> Iterator[tuple[ModuleType | type, str, Callabl
             yield cls, "forward", separating(cls.forward)
         if (form := form_of(cls, module)) is not None:
             yield cls, "forward", mixing(cls.forward, form)
+    if any(form_of(cls, module) is not None for cls in vars(module).values()):
+        yield from of_models(module)
+    yield from of_caches()
 
 
 def _replace(module: ModuleType) -> None:
@@ -172,6 +176,8 @@ def _replace(module: ModuleType) -> None:
 def _unlike(owner: ModuleType | type, name: str, new: Callable[..., Any]) -> str | None:
     """Why ``new`` cannot replace the present object: its arguments differ, so a call might mean something else."""
     old = getattr(owner, name)
+    if not callable(new):  # an attribute
+        return None
     old = old.forward if isinstance(old, nn.Module) else old  # hub kernels are modules
     theirs, ours = (
         [n for n, p in signature(f).parameters.items() if p.kind is not Parameter.VAR_KEYWORD] for f in (old, new)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import flash_delta
 from flash_delta.integrations._context import convolve
 from flash_delta.layers.documents import forget_at_starts
+from flash_delta.layers.packing import Packing
+from flash_delta.layers.state import Replay
 from flash_delta.modules import causal_conv1d, gated_rms_norm
 from flash_delta.ops._check.options import CHUNK_SIZES
 from flash_delta.ops._elementwise import Convolved, convolve_column
@@ -38,24 +40,21 @@ def chunk_gated_delta_rule(
     seq_idx: Tensor | None = None,
     cp_context: ContextParallel | None = None,
     allow_neg_eigval: bool | None = None,
+    replay: Replay | None = None,
     **others: Any,
 ) -> Result:
     """Whole rows, or the sequences packed in a row; ``initial_state`` [B, HV, K, V]."""
+    if replay is not None:
+        return recurrent_gated_delta_rule(
+            query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            allow_neg_eigval=allow_neg_eigval, replay=replay,
+        )  # fmt: skip
     g = _separated("chunk_gated_delta_rule", g, cu_seqlens, seq_idx, initial_state)
     return flash_delta.chunk_gated_delta_rule(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        cu_seqlens=cu_seqlens,
-        chunk_size=_chunk_of(chunk_size),
-        cp_context=cp_context,
-    )
+        query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
+        chunk_size=_chunk_of(chunk_size), cp_context=cp_context,
+    )  # fmt: skip
 
 
 def _chunk_of(size: int) -> int:
@@ -76,23 +75,19 @@ def recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
     allow_neg_eigval: bool | None = None,
+    replay: Replay | None = None,
     **others: Any,
 ) -> Result:
-    """One token of every row, in decoding."""
+    """Runs one token of every row, in decoding, or some tokens that a crop may take back."""
     if cu_seqlens is not None or seq_idx is not None:
         g = _separated("fused_recurrent_gated_delta_rule", g, cu_seqlens, seq_idx, initial_state)
-    return flash_delta.fused_recurrent_gated_delta_rule(
-        query,
-        key,
-        value,
-        g,
-        beta=beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        cu_seqlens=cu_seqlens,
-    )
+    op = flash_delta.fused_recurrent_gated_delta_rule
+    if replay is not None:
+        op = partial(_kept, replay, op)
+    return op(
+        query, key, value, g, beta=beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
 
 
 def chunk_kda(
@@ -109,25 +104,22 @@ def chunk_kda(
     seq_idx: Tensor | None = None,
     cp_context: ContextParallel | None = None,
     allow_neg_eigval: bool | None = None,
+    replay: Replay | None = None,
     **others: Any,
 ) -> Result:
     """Runs whole rows, or the sequences packed in a row; ``initial_state`` [B, HV, K, V]. These models pass the bounds
     under the name that attention uses."""
+    if replay is not None:
+        return recurrent_kda(
+            query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            allow_neg_eigval=allow_neg_eigval, replay=replay,
+        )  # fmt: skip
     g = _separated("chunk_kda", g, cu_seq_lens_q, seq_idx, initial_state)
     return flash_delta.chunk_kda(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        cu_seqlens=cu_seq_lens_q,
-        chunk_size=_chunk_of(chunk_size),
-        cp_context=cp_context,
-    )
+        query, key, value, g, beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seq_lens_q,
+        chunk_size=_chunk_of(chunk_size), cp_context=cp_context,
+    )  # fmt: skip
 
 
 def recurrent_kda(
@@ -142,23 +134,19 @@ def recurrent_kda(
     cu_seq_lens_q: Tensor | None = None,
     seq_idx: Tensor | None = None,
     allow_neg_eigval: bool | None = None,
+    replay: Replay | None = None,
     **others: Any,
 ) -> Result:
-    """One token of every row, in decoding."""
+    """Runs one token of every row, in decoding, or some tokens that a crop may take back."""
     if cu_seq_lens_q is not None or seq_idx is not None:
         g = _separated("fused_recurrent_kda", g, cu_seq_lens_q, seq_idx, initial_state)
-    return flash_delta.fused_recurrent_kda(
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        cu_seqlens=cu_seq_lens_q,
-    )
+    op = flash_delta.fused_recurrent_kda
+    if replay is not None:
+        op = partial(_kept, replay, op)
+    return op(
+        query, key, value, g, beta=beta, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval, cu_seqlens=cu_seq_lens_q,
+    )  # fmt: skip
 
 
 def causal_conv1d_fn(
@@ -222,6 +210,16 @@ def _separated(
         # A model's cache has one convolution window per row, so a packed row cannot continue.
         raise ValueError(f"{op}: initial_state: expected None with packed sequences, got a tensor")
     return g if bounds is not None else forget_at_starts(g, seq_idx)
+
+
+def _kept(
+    replay: Replay, op: Callable[..., Result], *tokens: Tensor, beta: Tensor, cu_seqlens: None, **options: Any
+) -> Result:
+    """Runs the op and keeps its arguments, for a crop of the cache (rollback.py)."""
+    if not replay.parts and options["initial_state"] is not None:
+        replay.recurrent = options["initial_state"].clone()  # the cache writes the new state to the same memory
+    arguments = dict(zip("qkvg", tokens, strict=True), beta=beta)
+    return replay.run(op, arguments, options, Packing())
 
 
 def _at_most_one(rule: Callable[..., Result]) -> Callable[..., Result]:

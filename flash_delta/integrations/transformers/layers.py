@@ -1,7 +1,7 @@
 """Layers of transformers that run as one op between their projections (_mixing.py).
 
-With a cache, and for the arguments in `UNMIXED`, a layer's own forward runs on this library's functions, as it does in
-layers that we do not know.
+With a cache or a ``cp_context``, a layer's own forward runs on this library's functions, as it does in
+layers that we do not know. A cache that records its past gets what a crop needs (rollback.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from flash_delta.integrations._mixing import Form, digest, mix_layer, mixes
-
-UNMIXED = "cache_params", "cache", "cp_context"
+from flash_delta.integrations.transformers.rollback import record
 
 _form = partial(
     Form, convolutions=("conv1d",), norm="norm", eps="variance_epsilon", out="out_proj",
@@ -87,10 +86,17 @@ def _mixing(forward: Callable[..., Any], form: Form) -> Callable[..., Any]:
     @wraps(forward)
     def call(self, *args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
+        states = given.get("cache", given.get("cache_params"))  # its name since transformers 5.24, and before
+        if states is not None:
+            layer = states.layers[self.layer_idx]
+            if getattr(layer, "record_past", False):
+                return record(forward, self, given, layer)
+            vars(layer).pop("replay", None)
+            return forward(self, *args, **kwargs)
         bounds, mask, x = given.get("cu_seq_lens_q"), given.get("attention_mask"), given["hidden_states"]
         apart = bounds is None and given.get("seq_idx") is not None
         known = self.activation in ("silu", "swish") and mixes(self, form, forward)
-        if not known or apart or any(given.get(name) is not None for name in UNMIXED):
+        if not known or apart or given.get("cp_context") is not None:
             return forward(self, *args, **kwargs)
         x = x if mask is None else (x * mask[:, :, None]).to(x.dtype)
         return mix_layer(self, form, x, bounds)
