@@ -336,7 +336,8 @@ def run_decode_on_records(c: Draft, s: Slots, o: Layout, choice: Tile | None = N
     usual = record_tiles(p, c.chip, c.every) if held is None else (held,)
     for t in usual if choice is None else (choice,):
         blocks = -(-p.V // columns(p, t))
-        tiles = 1 if held is None else min(blocks, -(-rows * p.HV * blocks // (TOGETHER * c.chip.processors)))
+        parts = blocks if held is None else max(1, min(blocks, TOGETHER * c.chip.processors // (rows * p.HV)))
+        tiles = -(-blocks // parts)
         launch_rule(
             c, decode_on_records, pointers, (rows * p.HV * -(-blocks // tiles), 1, 1), t,
             p.N, p.T, p.pools.most_tokens or None, s.state_pool.shape[0], p.pools.null_slot, p.scale,
