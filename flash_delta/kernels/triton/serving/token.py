@@ -183,7 +183,7 @@ def advance(last, active, values, RAW_BETA: tl.constexpr, STRENGTH: tl.constexpr
     """The state after a token, its output [BV], and its record: the key, u [BV] and the decay, as `replay` takes them.
     ``active``: from `activate`; ``values``: from `load_values`."""
     q, k, erase, strength, decay, r_k, r_q = active
-    S, v = last.to(tl.float32) * decay, values[0].to(tl.float32)
+    v, S = values[0].to(tl.float32), last.to(tl.float32) * decay
     if STRENGTH:
         u = (v * strength_of(values[1], 1.0, RAW_BETA) - r_k * read_by(S, erase, HALVINGS)) * r_k  # [BV]
     else:
