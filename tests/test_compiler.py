@@ -253,24 +253,40 @@ def computed(case, *choice, counted=True, written=True):
 
 def tiles_of_decode():
     """What `decode` computes with the tile for few rows and with that for many, but not for how many columns. Then the
-    same of drafts that leave records, which first apply those of others."""
+    same of drafts that leave records, which first apply those of others, with so many tokens that none is held."""
     from flash_delta.kernels.triton.tiles import DECODE, FEW, RECORDS
     from workshop.gate.cases import serving
 
     groups = []
-    for dtype, tokens in product((torch.float32, torch.bfloat16), (1, 4)):
-        for records in (False, True):
-            tiles = RECORDS[dtype.itemsize] if records else (FEW[dtype.itemsize], DECODE[True, dtype.itemsize][1])
-            case = serving.Decoding(dtype=dtype, tokens=tokens, records=records)
-            lines = [[of_columns(t, line) for line in computed(case, t)[0] if "arith.extf" not in line] for t in tiles]
-            groups.append(lines)
+    for dtype, (tokens, records) in product((torch.float32, torch.bfloat16), ((1, False), (8, False), (8, True))):
+        tiles = RECORDS[dtype.itemsize] if records else (FEW[dtype.itemsize], DECODE[True, dtype.itemsize][1])
+        case = serving.Decoding(dtype=dtype, tokens=tokens, records=records)
+        groups.append([lines_of(t, computed(case, t)[0]) for t in tiles])
     return groups
+
+
+def held_drafts():
+    """What `decode` computes of a draft, and what is computed of one whose tokens and records are held."""
+    from flash_delta.kernels.triton.tiles import DECODE, HELD
+    from workshop.gate.cases import serving
+
+    found = []
+    models = {"head": serving.RuleCase(raw=True), "channel": serving.BOUNDED}
+    for (kind, size), (_, tile) in HELD.items():
+        draft = serving.Decoding(models[kind], dtype={4: torch.float32, 2: torch.bfloat16}[size], tokens=4)
+        plain = lines_of(DECODE[True, size][1], computed(draft)[0])
+        found.append((plain, lines_of(tile, computed(draft._replace(records=True))[0])))
+    return found
+
+
+def lines_of(t, lines):
+    return [of_columns(t, line) for line in lines if "arith.extf" not in line]
 
 
 def of_columns(t, line):
     """The line without how many value columns a program has. Of an operation number by number also without how these
     lie in threads."""
-    line = re.sub(rf"(?<=[<x]){t.BV}(?=x)", "BV", line)
+    line = re.sub(rf"(?<=<){t.BV}(?=x)|(?<=x){t.BV}(?=x\d)", "BV", line)
     return line.split(",#ttg")[0].rstrip(",>") if line.startswith("=") else line
 
 
@@ -299,6 +315,10 @@ def arithmetic(ttgir):
     chosen = [line for line in lines if re.search(rf"=(arith\.\w*f\b|math\.|\"tt\.reduce|tt\.extern)|{sums}", line)]
     kept = [lambda name: "", lambda name: layouts[name[0]]]
     return [re.sub(r"#blocked\d*", kept[bool(re.match(sums, line))], line) for line in chosen]
+
+
+def fused(lines):
+    return sum("math.fma" in line for line in lines)
 
 
 def specialised_product(steps):
@@ -336,17 +356,38 @@ def test_tiles_of_decoding_compute_the_same(process):
     for few, usual in found:
         assert len(few) > 20
         assert few == usual
-    for (plain, _), (recorded, _) in zip(found[::2], found[1::2], strict=True):
-        assert recorded[-len(plain) :] == plain
+    for (plain, _), (recorded, _) in zip(found[1::3], found[2::3], strict=True):
+        assert recorded[0] == plain[0]  # of the gate's parameters
+        assert recorded[1 - len(plain) :] == plain[1:]
+
+
+@needs_triton
+def test_a_draft_that_holds_its_tokens_computes_what_others_do(process):
+    """First the norms of all tokens and of no others, then the tokens one after the other, with the same sums. The
+    state after the last token is not rounded, since nobody needs it."""
+    for plain, held in process.submit(held_drafts).result():
+        begin = next(n for n, line in enumerate(plain) if line.startswith("=arith.mulf") and "xBVx" in line)
+        step = plain[begin:]
+        steps, rounded = 4 * step, [line for line in step if "truncf" in line and "xBVx" in line]
+        for line in rounded:
+            del steps[-1 - steps[::-1].index(line)]
+        assert len(step) > 20
+        assert held[-len(steps) :] == steps
+        assert summed(held[: -len(steps)]) == 4 * summed(plain[:begin])
+
+
+def summed(lines):
+    """The sums of lines, with where their terms lie."""
+    return [line for line in lines if "tt.reduce" in line or line.startswith("})")]
 
 
 @needs_triton
 def test_with_narrow_heads_threads_load_as_much_at_once_as_with_wide_ones():
     """Otherwise a value column would have more threads with some tiles than with others, and other sums."""
-    from flash_delta.kernels.triton.tiles import DECODE, RECORDS
+    from flash_delta.kernels.triton.tiles import DECODE, HELD, RECORDS
 
     for size, tiles in RECORDS.items():
-        for t in (*tiles, DECODE[True, size][0]):
+        for t in (*tiles, DECODE[True, size][0], HELD["head", size][0], HELD["channel", size][0]):
             assert t.BV * 16 * size >= 32 * t.warps * 16, (size, t)  # 16 channels; 32 threads of 16 bytes
 
 
@@ -360,7 +401,7 @@ def test_tokens_before_an_offset_are_what_decoding_makes_of_them(process):
             rest = iter(decoded)
             assert all(line in rest for line in walked), "it computes what `decode` does not"
             assert len(walked) > len(decoded) // 2
-            assert sum("math.fma" in line for line in walked) == sum("math.fma" in line for line in decoded)
+            assert (fused(decoded) - 1) / 2 == fused(walked) - 1  # besides what is written, two sums and one
 
 
 @needs_triton

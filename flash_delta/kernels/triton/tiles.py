@@ -193,6 +193,16 @@ FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(1, 1, 8)}, 128
 # with a width of 128: wide programs share more of what a token takes besides the state. By the bytes of a number in the
 # pool, as narrow tiles of narrow heads would leave a thread less than it loads at once, and so other sums.
 RECORDS = {4: (Tile(1, 1, 8), Tile(1, 1, 32)), 2: (Tile(1, 1, 16), Tile(1, 1, 32))}
+# For the shortest of them, whose tokens and records a program holds while it goes from tile to tile (serving/ring.py):
+# for K up to 64 and up to 128. A decay per channel takes so many registers that tiles are narrower. And the programs
+# that share a multiprocessor: each has as many tiles as it takes for all of them to run at once.
+HELD = {
+    ("head", 4): (Tile(1, 2, 8), Tile(1, 2, 8)),
+    ("head", 2): (Tile(1, 2, 16), Tile(1, 2, 8)),
+    ("channel", 4): (Tile(1, 2, 8), Tile(1, 2, 4)),
+    ("channel", 2): (Tile(1, 2, 16), Tile(1, 2, 4)),
+}
+HELD_TOKENS, TOGETHER = 4, 8
 
 
 def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
@@ -206,11 +216,18 @@ def decode_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
 
 
 def record_tiles(p: Problem, chip: Chip, every: bool) -> tuple[Tile, ...]:
-    """The tiles of drafts that leave records, as `decode_tiles`."""
+    """The tiles of drafts that leave records and of what applies these to states, as `decode_tiles`."""
     if not p.state_v_first or p.K > 128:
         return decode_tiles(p, chip, every)
     few, usual = RECORDS[p.pools.dtype.itemsize]
     return (few, usual) if every else (few if _are_few(p, chip) else usual,)
+
+
+def held_tile(p: Problem) -> Tile | None:
+    """The tile of a draft that leaves records, if its programs hold its tokens and the records before them."""
+    if not p.state_v_first or p.K > 128 or max(p.pools.most_tokens or p.T, p.pools.records) > HELD_TOKENS:
+        return None
+    return HELD["channel" if p.gate.kind == "channel" else "head", p.pools.dtype.itemsize][p.K > 64]
 
 
 def _are_few(p: Problem, chip: Chip) -> bool:

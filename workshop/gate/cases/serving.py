@@ -15,7 +15,7 @@ from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
 from flash_delta.kernels.triton.serving.ring import plan_commit
 from flash_delta.kernels.triton.serving.rows import plan_decode
-from flash_delta.kernels.triton.tiles import DECODE, FEW, RECORDS, scan_tiles
+from flash_delta.kernels.triton.tiles import DECODE, FEW, HELD_TOKENS, RECORDS, scan_tiles
 from flash_delta.problem import Around, Inputs, Pools, Problem, Slots
 from workshop.gate.cases.rule import CHUNKS, Kernels, RuleCase, problem_of
 
@@ -85,6 +85,7 @@ DECODINGS = {  # every tile once, then every other flag that the kernel's code d
 }
 RECORDED = {  # those that leave records
     "decode-gdn-128-records": Decoding(tokens=4, records=True),
+    "decode-gdn-128-records-many": Decoding(tokens=8, records=True),
     "decode-gdn-128-records-bfloat16": Decoding(dtype=torch.bfloat16, tokens=4, records=True),
     "decode-gdn-256-records-k-first": Decoding(RuleCase(256, raw=True), v_first=False, tokens=4, records=True),
     "decode-gdn-128-records-whole-packed": Decoding(tokens=4, whole=True, rolling=True, packed=True, records=True),
@@ -210,9 +211,13 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(f"{name}-few", partial(call_decode, DECODINGS[name], FEW[DECODINGS[name].dtype.itemsize]))
     for name, case in RECORDED.items():
         usual = case.v_first and case.model.width <= 128
+        held = usual and case.tokens <= HELD_TOKENS
+        if held:
+            yield Launch(name, partial(call_decode, case))
         for t in RECORDS[case.dtype.itemsize] if usual else DECODE[case.v_first, case.dtype.itemsize][-1:]:
-            yield Launch(f"{name}-BV={t.BV}", partial(call_decode, case, t))
-            if not case.whole:
+            if not held:
+                yield Launch(f"{name}-BV={t.BV}", partial(call_decode, case, t))
+            elif not case.whole:
                 yield Launch(f"{name}-BV={t.BV}-commit", partial(call_commit, case, t, kept=case.v_first))
     for name, case in PREFILLS.items():
         if case.offsets:

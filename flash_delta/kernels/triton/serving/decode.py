@@ -41,13 +41,16 @@ from flash_delta.kernels.runtime.arguments import columns, launch_rule, short, s
 from flash_delta.kernels.runtime.chip import Tile
 from flash_delta.kernels.runtime.plan import Draft, Layout
 from flash_delta.kernels.triton.serving.token import (
+    activate,
     advance,
     block_of,
     channels,
+    halvings_of,
     in_blocks,
     in_rows,
     load_gate,
     load_token,
+    load_values,
 )
 from flash_delta.kernels.triton.tiles import decode_tiles
 from flash_delta.problem import Problem, Slots
@@ -142,7 +145,9 @@ def decode(
     V_EVEN: tl.constexpr = V % BV == 0
     program = tl.program_id(0)
     w, hv, b = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
-    X: tl.constexpr = block_of(BK, STRIDES, pool.dtype.element_ty.primitive_bitwidth)
+    BITS: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth
+    X: tl.constexpr = block_of(BK, STRIDES, BITS)
+    HALVINGS: tl.constexpr = halvings_of(STRIDES, BITS)
     h, c, d = hv // (HV // H), channels(BK, X), w + tl.arange(0, BV)
     d_rows, c_rows = find_rows(w, BK, BV, X)
     inside = tl.full(c_rows.shape, True, tl.int1)
@@ -200,8 +205,10 @@ def decode(
     # All that the first token needs is loaded while the row's slot is being loaded. It is loaded before the loop, even
     # if the loop has one iteration, since within a block of code the compiler delays loads until their use
     # (docs/notes).
-    token = load_token(qs, ks, vs, gs, betas, bs, ws, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+    token = load_token(qs, ks, gs, betas, bs, start, h, hv, c, K, K_EVEN, CHANNEL)
+    values = load_values(vs, ws, start, hv, d, V, V_EVEN)
     rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
+    gate = (rate, bias, scale, bound, beta_range)
     written_index = b if write_indices is None else load_index(write_indices, b, 0, write_strides)
     if not AFTER:
         first = load_state(state_at(source, row_slot, read_stride), inside & stored)
@@ -219,15 +226,15 @@ def decode(
         slot, live = row_slot, alive != 0 if parents is None else ((alive >> (parent + 1)) & 1) != 0
         if write_indices is not None:
             slot, live = as_slot(written_index, targets, live)
-        this = token
+        this, its_values = token, values
         if not ALONE and t + 1 < T:
             after = start + t + 1
-            token = load_token(qs, ks, vs, gs, betas, bs, ws, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+            token = load_token(qs, ks, gs, betas, bs, after, h, hv, c, K, K_EVEN, CHANNEL)
+            values = load_values(vs, ws, after, hv, d, V, V_EVEN)
             if write_indices is not None:
                 written_index = load_index(write_indices, b, t + 1, write_strides)
-        S, ot, _record = advance(
-            last, this, rate, bias, scale, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH
-        )  # fmt: skip
+        active = activate(this, gate, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH)
+        S, ot, _record = advance(last, active, its_values, RAW_BETA, STRENGTH, HALVINGS)
         ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
         tl.store(o + ((row * T + start + t) * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
         rounded = S.to(pool.dtype.element_ty)

@@ -22,13 +22,16 @@ from flash_delta.kernels.runtime.plan import Draft
 from flash_delta.kernels.triton.forward.scan import find_offset
 from flash_delta.kernels.triton.serving.decode import counted, counted_gate, find_rows, load_state, state_at, tile_of
 from flash_delta.kernels.triton.serving.token import (
+    activate,
     advance,
     block_of,
     channels,
+    halvings_of,
     in_blocks,
     in_rows,
     load_gate,
     load_token,
+    load_values,
 )
 from flash_delta.kernels.triton.tiles import decode_tiles
 from flash_delta.problem import Slots
@@ -60,7 +63,9 @@ def scan_to_offset(
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     program, slots = tl.program_id(0), (slots, null_slot)
     w, hv, n = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
-    X: tl.constexpr = block_of(BK, STRIDES, pool.dtype.element_ty.primitive_bitwidth)
+    BITS: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth
+    X: tl.constexpr = block_of(BK, STRIDES, BITS)
+    HALVINGS: tl.constexpr = halvings_of(STRIDES, BITS)
     h, c, d = hv // GROUP, channels(BK, X), w + tl.arange(0, BV)
     start, stop, _ = bounds(n, cu_seqlens, N, T, 1, True)
     offset, wanted = find_offset(checkpoint_offsets, n, offset_row, stop - start)
@@ -82,6 +87,7 @@ def scan_to_offset(
     S = in_blocks(load_state(first, inside & (stored | there)).to(tl.float32), BV)
     if offset > begin:
         rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
+        gate = (rate, bias, 1.0, bound, beta_range)
         row = n * 0
         ks, vs = (k, k_strides, row, k_token), (v, v_strides, row, v_token)
         gs = (g, g_strides, row, g_token if CHANNEL else g_token.to(tl.int64))
@@ -90,14 +96,15 @@ def scan_to_offset(
         K_EVEN: tl.constexpr = K == BK
         V_EVEN: tl.constexpr = V % BV == 0
         # Keys are passed as queries, since no output is needed. Each token is loaded one token ahead.
-        token = load_token(ks, ks, vs, gs, betas, bs, ws, start + begin, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
+        token = load_token(ks, ks, gs, betas, bs, start + begin, h, hv, c, K, K_EVEN, CHANNEL)
+        values = load_values(vs, ws, start + begin, hv, d, V, V_EVEN)
         for t in range(start + begin, start + offset):
-            this = token
+            this, its_values = token, values
             after = tl.minimum(t + 1, start + offset - 1)
-            token = load_token(ks, ks, vs, gs, betas, bs, ws, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
-            S, _output, _record = advance(
-                S, this, rate, bias, 1.0, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH
-            )  # fmt: skip
+            token = load_token(ks, ks, gs, betas, bs, after, h, hv, c, K, K_EVEN, CHANNEL)
+            values = load_values(vs, ws, after, hv, d, V, V_EVEN)
+            active = activate(this, gate, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH)
+            S, _output, _record = advance(S, active, its_values, RAW_BETA, STRENGTH, HALVINGS)
     tl.store(state_at(tile, slot, slot_stride), in_rows(S.to(pool.dtype.element_ty)), mask=inside)
 
 

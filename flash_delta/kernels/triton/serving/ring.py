@@ -36,16 +36,19 @@ from flash_delta.kernels.triton.serving.decode import (
     tile_of,
 )
 from flash_delta.kernels.triton.serving.token import (
+    activate,
     advance,
     block_of,
     channels,
+    halvings_of,
     in_blocks,
     in_rows,
     load_gate,
     load_token,
+    load_values,
     replay,
 )
-from flash_delta.kernels.triton.tiles import record_tiles
+from flash_delta.kernels.triton.tiles import TOGETHER, held_tile, record_tiles
 from flash_delta.problem import Inputs, Problem, Slots
 
 
@@ -65,26 +68,88 @@ def find_pages(ring_write, ring_read, ring_counts, b, rows, pages, room, live):
 
 
 @triton.jit
-def load_record(
-    ring, page, t, h, hv, c, d, H, HV, K: tl.constexpr, V: tl.constexpr, CHANNEL: tl.constexpr, live
-):  # fmt: skip
-    """k, u [BV] and the decay of a head, from record t of a page. ``ring``: the tensors k, u and decay, and the
-    records of a page."""
+def load_key(ring, page, t, h, hv, c, H, HV, K: tl.constexpr, CHANNEL: tl.constexpr, live):
+    """The key and the decay of a head, from record t of a page. ``ring``: the tensors k, u and decay, and the records
+    of a page."""
     at = page.to(tl.int64) * ring[3] + t
     k = tl.load(ring[0] + (at * H + h) * K + c, mask=live & (c < K), other=0.0)
-    u = tl.load(ring[1] + (at * HV + hv) * V + d, mask=live & (d < V), other=0.0)
     if CHANNEL:
-        return k, u, tl.load(ring[2] + (at * HV + hv) * K + c, mask=live & (c < K), other=0.0)[:, None, :]
+        return k, tl.load(ring[2] + (at * HV + hv) * K + c, mask=live & (c < K), other=0.0)[:, None, :]
     else:
-        return k, u, tl.load(ring[2] + at * HV + hv, mask=live, other=0.0)
+        return k, tl.load(ring[2] + at * HV + hv, mask=live, other=0.0)
 
 
 @triton.jit
-def store_record(
-    ring, page, t, record, h, hv, w, c, d, H, HV, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    CHANNEL: tl.constexpr, live,
+def load_u(ring, page, t, hv, d, HV, V: tl.constexpr, live):
+    """u [BV] of a head, from record t of a page."""
+    at = page.to(tl.int64) * ring[3] + t
+    return tl.load(ring[1] + (at * HV + hv) * V + d, mask=live & (d < V), other=0.0)
+
+
+@triton.jit
+def load_four_keys(ring, page, t, count, h, hv, c, H, HV, K: tl.constexpr, CHANNEL: tl.constexpr):
+    """`load_key` of record t and the three after it, as far as the page has so many."""
+    first = load_key(ring, page, t, h, hv, c, H, HV, K, CHANNEL, t < count)
+    second = load_key(ring, page, t + 1, h, hv, c, H, HV, K, CHANNEL, t + 1 < count)
+    third = load_key(ring, page, t + 2, h, hv, c, H, HV, K, CHANNEL, t + 2 < count)
+    return first, second, third, load_key(ring, page, t + 3, h, hv, c, H, HV, K, CHANNEL, t + 3 < count)
+
+
+@triton.jit
+def load_four_u(ring, page, t, count, hv, d, HV, V: tl.constexpr):
+    first = load_u(ring, page, t, hv, d, HV, V, t < count)
+    second = load_u(ring, page, t + 1, hv, d, HV, V, t + 1 < count)
+    third = load_u(ring, page, t + 2, hv, d, HV, V, t + 2 < count)
+    return first, second, third, load_u(ring, page, t + 3, hv, d, HV, V, t + 3 < count)
+
+
+@triton.jit
+def replay_four(last, keys, u, t, count, ty: tl.constexpr):
+    """The state after record t and the three after it, as far as the page has so many."""
+    for i in tl.static_range(4):
+        if t + i < count:
+            last = replay(last, (keys[i][0], u[i], keys[i][1]), ty)
+    return last
+
+
+@triton.jit
+def load_four_values(vs, ws, start, T, hv, d, V: tl.constexpr):
+    """`load_values` of a row's first four tokens. If it has fewer, the last one comes again."""
+    first = load_values(vs, ws, start, hv, d, V, False)
+    second = load_values(vs, ws, start + tl.minimum(1, T - 1), hv, d, V, False)
+    third = load_values(vs, ws, start + tl.minimum(2, T - 1), hv, d, V, False)
+    return first, second, third, load_values(vs, ws, start + tl.minimum(3, T - 1), hv, d, V, False)
+
+
+@triton.jit
+def activate_four(
+    qs, ks, gs, betas, bs, start, T, gate, h, hv, c, K: tl.constexpr, K_EVEN: tl.constexpr, CHANNEL: tl.constexpr,
+    RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, STRENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Stores the record of a token. Of the programs that have the same key or decay, the first one stores it."""
+    """`activate` for the tokens of `load_four_values`."""
+    first = load_token(qs, ks, gs, betas, bs, start, h, hv, c, K, K_EVEN, CHANNEL)
+    second = load_token(qs, ks, gs, betas, bs, start + tl.minimum(1, T - 1), h, hv, c, K, K_EVEN, CHANNEL)
+    third = load_token(qs, ks, gs, betas, bs, start + tl.minimum(2, T - 1), h, hv, c, K, K_EVEN, CHANNEL)
+    fourth = load_token(qs, ks, gs, betas, bs, start + tl.minimum(3, T - 1), h, hv, c, K, K_EVEN, CHANNEL)
+    return (
+        activate(first, gate, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH),
+        activate(second, gate, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH),
+        activate(third, gate, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH),
+        activate(fourth, gate, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH),
+    )
+
+
+@triton.jit
+def run_token(
+    last, active, values, o, unit, ring, page, t, h, hv, w, c, d, H, HV, GROUP: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, CHANNEL: tl.constexpr, RAW_BETA: tl.constexpr, STRENGTH: tl.constexpr, HALVINGS: tl.constexpr,
+    ty: tl.constexpr, live,
+):  # fmt: skip
+    """The state after token t, rounded. Stores the token's output, which is number ``unit``, and its record. Of the
+    programs that have the same key or decay, the first one stores it."""
+    S, ot, record = advance(last, active, values, RAW_BETA, STRENGTH, HALVINGS)
+    ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
+    tl.store(o + (unit * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
     at, first = page.to(tl.int64) * ring[3] + t, live & (w == 0)
     tl.store(ring[0] + (at * H + h) * K + c, record[0], mask=first & (hv % GROUP == 0) & (c < K))
     tl.store(ring[1] + (at * HV + hv) * V + d, record[1], mask=live & (d < V))
@@ -92,12 +157,13 @@ def store_record(
         tl.store(ring[2] + (at * HV + hv) * K + c[:, None, :], record[2], mask=first & (c < K)[:, None, :])
     else:
         tl.store(ring[2] + at * HV + hv, record[2], mask=first)
+    return S.to(ty).to(tl.float32)
 
 
 NUMBERS = [  # see decode.py
     "N", "T", "most", "slots", "null_slot", "pages", "room", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
     "g_row", "g_token", "beta_row", "beta_token", "b_row", "b_token", "w_row", "w_token", "read_row", "accepted_row",
-    "write_row", "page_row", "from_row", "count_row",
+    "write_row", "page_row", "from_row", "count_row", "tiles",
 ]  # fmt: skip
 INDICES = ["read_indices", "write_indices", "accepted", "ring_write", "ring_read", "ring_counts"]
 
@@ -109,23 +175,23 @@ def decode_on_records(
     N, T, most, slots, null_slot, scale, bound, beta_range, slot_stride,
     q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, beta_row, beta_token, b_row, b_token, w_row,
     w_token, read_row, accepted_row, write_row, pages, room, page_row, from_row, count_row,
-    q_strides, k_strides, v_strides, g_strides, beta_strides, b_strides, w_strides,
+    tiles, q_strides, k_strides, v_strides, g_strides, beta_strides, b_strides, w_strides,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     AFTER: tl.constexpr, STRIDES: tl.constexpr, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr,
     HAS_A: tl.constexpr, HAS_BIAS: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, STRENGTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Parameters are those of `decode`."""
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
     K_EVEN: tl.constexpr = K == BK
     V_EVEN: tl.constexpr = V % BV == 0
-    program = tl.program_id(0)
-    w, hv, b = program % BLOCKS * BV, program // BLOCKS % HV, program // (BLOCKS * HV)
-    X: tl.constexpr = block_of(BK, STRIDES, pool.dtype.element_ty.primitive_bitwidth)
-    h, c, d = hv // GROUP, channels(BK, X), w + tl.arange(0, BV)
-    d_rows, c_rows = find_rows(w, BK, BV, X)
-    inside = (d_rows < V) & (c_rows < K)
+    parts = (V + BV * tiles - 1) // (BV * tiles)
+    program, columns = tl.program_id(0), tl.arange(0, BV)
+    w, hv, b = program % parts * (BV * tiles), program // parts % HV, program // (parts * HV)
+    TY: tl.constexpr = pool.dtype.element_ty
+    X: tl.constexpr = block_of(BK, STRIDES, TY.primitive_bitwidth)
+    HALVINGS: tl.constexpr = halvings_of(STRIDES, TY.primitive_bitwidth)
+    h, c = hv // GROUP, channels(BK, X)
     row, start, slots = b, b * 0, (slots, null_slot)
     ring = (ring_k, ring_u, ring_decay, room)
     if most is not None:
@@ -133,7 +199,8 @@ def decode_on_records(
         row, T = b * 0, stop - start
         if (b == N) | (most < T):  # tokens after the last row, or a row that is padding
             follow(OVERLAP and AFTER)
-            store_zeros(o, start, T, hv, d, HV, V)
+            for i in range(tiles):
+                store_zeros(o, start, T, hv, w + i * BV + columns, HV, V)
             return
     if T < 1:
         follow(OVERLAP and AFTER)
@@ -141,44 +208,72 @@ def decode_on_records(
     slot, _, live = find_state(read_indices, accepted, None, b, read_row, 0, accepted_row, 0, room, slots)
     ring_rows = (page_row, from_row, count_row)
     page, begun, count, live = find_pages(ring_write, ring_read, ring_counts, b, ring_rows, pages, room, live)
-    source = tile_of(pool, hv, d_rows, c_rows, STRIDES)
-    last = in_blocks(load_state(state_at(source, slot, slot_stride), inside & live).to(tl.float32), BV)
-    if ring_read is not None:
-        for t in range(0, count, 4):  # four records at a time are on their way
-            one = load_record(ring, begun, t, h, hv, c, d, H, HV, K, V, CHANNEL, t < count)
-            two = load_record(ring, begun, t + 1, h, hv, c, d, H, HV, K, V, CHANNEL, t + 1 < count)
-            three = load_record(ring, begun, t + 2, h, hv, c, d, H, HV, K, V, CHANNEL, t + 2 < count)
-            four = load_record(ring, begun, t + 3, h, hv, c, d, H, HV, K, V, CHANNEL, t + 3 < count)
-            last = replay(last, one, pool.dtype.element_ty)
-            if t + 1 < count:
-                last = replay(last, two, pool.dtype.element_ty)
-            if t + 2 < count:
-                last = replay(last, three, pool.dtype.element_ty)
-            if t + 3 < count:
-                last = replay(last, four, pool.dtype.element_ty)
+    stored, target, changed = live, slot, False
     if write_indices is not None:
         target, live = load_slot(write_indices, b, 0, (write_row, 0), slots, live)
-        changed = (count > 0) | (target != slot)
-        first = in_rows(last.to(pool.dtype.element_ty))
-        tl.store(state_at(source, target, slot_stride), first, mask=inside & live & changed)
-    follow(OVERLAP and AFTER)  # q, k and v are ready
+        changed = live & ((count > 0) | (target != slot))
     qs, ks = (q, q_strides, row * q_row, q_token), (k, k_strides, row * k_row, k_token)
     vs, gs = (v, v_strides, row * v_row, v_token), (g, g_strides, row * g_row, g_token)
     betas, bs, ws = (beta, beta_strides, row * beta_row, beta_token), (None,), (None,)
     if STRENGTH:
         bs, ws = (b_gate, b_strides, row * b_row, b_token), (w_gate, w_strides, row * w_row, w_token)
+    if HELD and ring_read is not None:
+        if not CHANNEL:
+            keys = load_four_keys(ring, begun, 0, count, h, hv, c, H, HV, K, CHANNEL)
+        u = load_four_u(ring, begun, 0, count, hv, w + columns, HV, V)
+    follow(OVERLAP and AFTER)  # q, k and v are ready
     rate, bias = load_gate(A_log, dt_bias, hv, c, K, CHANNEL, RAW_GATE, HAS_A, HAS_BIAS)
-    token = load_token(qs, ks, vs, gs, betas, bs, ws, start, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
-    for t in range(T):
-        this, after = token, start + tl.minimum(t + 1, T - 1)
-        token = load_token(qs, ks, vs, gs, betas, bs, ws, after, h, hv, c, d, K, K_EVEN, V, V_EVEN, CHANNEL)
-        S, ot, made = advance(
-            last, this, rate, bias, scale, bound, beta_range, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH
+    gate = (rate, bias, scale, bound, beta_range)
+    if HELD:
+        tokens = activate_four(
+            qs, ks, gs, betas, bs, start, T, gate, h, hv, c, K, K_EVEN, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM,
+            STRENGTH,
         )  # fmt: skip
-        ot = tl.where(live, ot, 0.0).to(o.dtype.element_ty)
-        tl.store(o + ((row * T + start + t) * HV + hv).to(tl.int64) * V + d, ot, mask=d < V)
-        store_record(ring, page, t, made, h, hv, w, c, d, H, HV, GROUP, K, V, CHANNEL, live)
-        last = S.to(pool.dtype.element_ty).to(tl.float32)
+        values = load_four_values(vs, ws, start, T, hv, w + columns, V)
+    for i in tl.range(0, tl.minimum(tiles, (V - w + BV - 1) // BV), num_stages=STAGES):
+        first = w + i * BV
+        d = first + columns
+        d_rows, c_rows = find_rows(first, BK, BV, X)
+        tile, inside, changes = tile_of(pool, hv, d_rows, c_rows, STRIDES), stored, changed
+        if not (K_EVEN and V_EVEN):
+            inside, changes = (d_rows < V) & (c_rows < K) & stored, (d_rows < V) & (c_rows < K) & changed
+        last = in_blocks(load_state(state_at(tile, slot, slot_stride), inside).to(tl.float32), BV)
+        if HELD:  # what the next tile needs besides its state is already on its way
+            next_values = load_four_values(vs, ws, start, T, hv, d + BV, V)
+            if ring_read is not None:
+                next_u = load_four_u(ring, begun, 0, count, hv, d + BV, HV, V)
+                if CHANNEL:
+                    keys = load_four_keys(ring, begun, 0, count, h, hv, c, H, HV, K, CHANNEL)
+                last = replay_four(last, keys, u, 0, count, TY)
+                u = next_u
+        elif ring_read is not None:
+            for t in range(0, count, 4):
+                some_keys = load_four_keys(ring, begun, t, count, h, hv, c, H, HV, K, CHANNEL)
+                some_u = load_four_u(ring, begun, t, count, hv, d, HV, V)
+                last = replay_four(last, some_keys, some_u, t, count, TY)
+        if write_indices is not None:
+            tl.store(state_at(tile, target, slot_stride), in_rows(last.to(TY)), mask=changes)
+        unit = row * T + start
+        if HELD:
+            for t in tl.static_range(4):
+                if t < T:
+                    last = run_token(
+                        last, tokens[t], values[t], o, unit + t, ring, page, t, h, hv, first, c, d, H, HV, GROUP, K, V,
+                        CHANNEL, RAW_BETA, STRENGTH, HALVINGS, TY, live,
+                    )  # fmt: skip
+            values = next_values
+        else:
+            token = load_token(qs, ks, gs, betas, bs, start, h, hv, c, K, K_EVEN, CHANNEL)
+            its_values = load_values(vs, ws, start, hv, d, V, V_EVEN)
+            for t in range(T):
+                this, these, later = token, its_values, start + tl.minimum(t + 1, T - 1)
+                token = load_token(qs, ks, gs, betas, bs, later, h, hv, c, K, K_EVEN, CHANNEL)
+                its_values = load_values(vs, ws, later, hv, d, V, V_EVEN)
+                active = activate(this, gate, CHANNEL, RAW_GATE, BOUNDED, RAW_BETA, NORM, STRENGTH)
+                last = run_token(
+                    last, active, these, o, unit + t, ring, page, t, h, hv, first, c, d, H, HV, GROUP, K, V, CHANNEL,
+                    RAW_BETA, STRENGTH, HALVINGS, TY, live,
+                )  # fmt: skip
 
 
 @triton.jit(
@@ -212,12 +307,14 @@ def commit(
     if (count > 0) | wanted:
         tile = tile_of(pool + layer * layer_stride, hv, d_rows, c_rows, STRIDES)
         last = in_blocks(load_state(state_at(tile, slot, slot_stride), inside), BV)
-        record = load_record(ring, page, 0, h, hv, c, d, H, HV, K, V, CHANNEL, count > 0)
+        key = load_key(ring, page, 0, h, hv, c, H, HV, K, CHANNEL, count > 0)
+        u = load_u(ring, page, 0, hv, d, HV, V, count > 0)
         for t in range(count):
             if to is not None:
                 tl.store(state_at(tile, second, slot_stride), in_rows(last), mask=inside & wanted & (t == offset))
-            this = record
-            record = load_record(ring, page, t + 1, h, hv, c, d, H, HV, K, V, CHANNEL, t + 1 < count)
+            this = key[0], u, key[1]
+            key = load_key(ring, page, t + 1, h, hv, c, H, HV, K, CHANNEL, t + 1 < count)
+            u = load_u(ring, page, t + 1, hv, d, HV, V, t + 1 < count)
             last = replay(last, this, pool.dtype.element_ty).to(pool.dtype.element_ty)
         if to is not None:
             tl.store(state_at(tile, second, slot_stride), in_rows(last), mask=inside & wanted & (count == offset))
@@ -235,13 +332,18 @@ def run_decode_on_records(c: Draft, s: Slots, o: Layout, choice: Tile | None = N
         s.num_accepted_tokens, s.ring_k, s.ring_u, s.ring_decay, s.ring_write, s.ring_read, s.ring_counts, x.cu_seqlens,
         o,
     )  # fmt: skip
-    for t in record_tiles(p, c.chip, c.every) if choice is None else (choice,):
+    held = held_tile(p)
+    usual = record_tiles(p, c.chip, c.every) if held is None else (held,)
+    for t in usual if choice is None else (choice,):
+        blocks = -(-p.V // columns(p, t))
+        parts = blocks if held is None else max(1, min(blocks, TOGETHER * c.chip.processors // (rows * p.HV)))
+        tiles = -(-blocks // parts)
         launch_rule(
-            c, decode_on_records, pointers, (rows * p.HV * -(-p.V // columns(p, t)), 1, 1), t,
+            c, decode_on_records, pointers, (rows * p.HV * -(-blocks // tiles), 1, 1), t,
             p.N, p.T, p.pools.most_tokens or None, s.state_pool.shape[0], p.pools.null_slot, p.scale,
             p.gate.bound or 0.0, p.beta_range, slot, *(count for counts, _ in units for count in counts),
-            *(table(i)[0] for i in indices), *pages_of(s), *(strides for _, strides in units), AFTER=after,
-            STRIDES=tuple(inner), follows=after, contracts=False,
+            *(table(i)[0] for i in indices), *pages_of(s), tiles, *(strides for _, strides in units), AFTER=after,
+            STRIDES=tuple(inner), HELD=held is not None, STAGES=t.stages, follows=after, contracts=False,
         )  # fmt: skip
 
 

@@ -21,6 +21,12 @@ def block_of(BK, strides, bits):
     return min(BK, LANES_BITS.value // bits) if strides[1] == 1 else BK
 
 
+@triton.constexpr_function
+def halvings_of(strides, bits):
+    """How many times a thread's adjoining channels are halved, down to single ones."""
+    return (2 if bits == 32 else 3) if strides[1] == 1 else 0
+
+
 @triton.jit
 def channels(BK: tl.constexpr, X: tl.constexpr):
     """The channels in blocks, [BK / X, X]."""
@@ -58,24 +64,30 @@ def load_number(x, strides, unit, head):
 
 @triton.jit
 def load_token(
-    q, k, v, g, beta, b, w, t, h, hv, c, d, K: tl.constexpr, K_EVEN: tl.constexpr, V: tl.constexpr,
-    V_EVEN: tl.constexpr,
-    CHANNEL: tl.constexpr,
+    q, k, g, beta, b, t, h, hv, c, K: tl.constexpr, K_EVEN: tl.constexpr, CHANNEL: tl.constexpr
 ):  # fmt: skip
-    """Loads token t. Each tensor is given with its strides, the units to its row, and the units per token. Strengths
-    come last: beta, or the gates b and w."""
+    """Loads token t without its values. Each tensor is given with its strides, the units to its row, and the units per
+    token. The strength comes last: beta, or the gate b."""
     qt = load_numbers(q[0], q[1], q[2] + t * q[3], h, c, K, K_EVEN)  # [BK / X, X]
     kt = load_numbers(k[0], k[1], k[2] + t * k[3], h, c, K, K_EVEN)
-    vt = load_numbers(v[0], v[1], v[2] + t * v[3], hv, d, V, V_EVEN)  # [BV]
     if CHANNEL:
         gt = load_numbers(g[0], g[1], g[2] + t * g[3], hv, c, K, K_EVEN)
     else:
         gt = load_number(g[0], g[1], g[2] + t * g[3], hv)
     if b[0] is None:
-        return qt, kt, vt, gt, load_number(beta[0], beta[1], beta[2] + t * beta[3], hv)
+        return qt, kt, gt, load_number(beta[0], beta[1], beta[2] + t * beta[3], hv)
     else:
-        bt = load_numbers(b[0], b[1], b[2] + t * b[3], hv, c, K, K_EVEN)
-        return qt, kt, vt, gt, bt, load_numbers(w[0], w[1], w[2] + t * w[3], hv, d, V, V_EVEN)
+        return qt, kt, gt, load_numbers(b[0], b[1], b[2] + t * b[3], hv, c, K, K_EVEN)
+
+
+@triton.jit
+def load_values(v, w, t, hv, d, V: tl.constexpr, V_EVEN: tl.constexpr):
+    """Loads values of token t [BV], and their gates if there is w."""
+    vt = load_numbers(v[0], v[1], v[2] + t * v[3], hv, d, V, V_EVEN)
+    if w[0] is None:
+        return (vt,)
+    else:
+        return vt, load_numbers(w[0], w[1], w[2] + t * w[3], hv, d, V, V_EVEN)
 
 
 @triton.jit
@@ -110,32 +122,74 @@ def reciprocal_length(x):
 
 
 @triton.jit
-def read_by(S, x):
+def read_by(S, x, HALVINGS: tl.constexpr):
     """S^T x [BV], from [BK / X, BV, X] and [BK / X, X]."""
-    return tl.sum(tl.sum(S * x[:, None, :], 0), 1)
+    return tl.sum(tl.sum(inner(S, tl.broadcast_to(x[:, None, :], S.shape), None, HALVINGS), 0), 1)
 
 
 @triton.jit
-def advance(
-    last, token, rate, bias, scale, bound, beta_range, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr,
-    BOUNDED: tl.constexpr, RAW_BETA: tl.constexpr, NORM: tl.constexpr, STRENGTH: tl.constexpr,
-):  # fmt: skip
-    """The state after a token, its output [BV], and its record: the key, u [BV] and the decay, as `replay` takes them.
-    ``token``: from `load_token`."""
-    q, k, v, a, b = token[0], token[1], token[2], token[3], token[4]
-    k, q, v = k.to(tl.float32), q.to(tl.float32), v.to(tl.float32)
-    if STRENGTH:
-        erase, v = k * strength_of(b, beta_range, RAW_BETA), v * strength_of(token[5], 1.0, RAW_BETA)
+def halves(x):
+    """The even channels, and the odd ones."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
+
+
+@triton.jit
+def inner(a, b, c, HALVINGS: tl.constexpr):
+    """c and the products of a and b, summed over 2^HALVINGS adjoining channels one after the other."""
+    if HALVINGS == 0:
+        return products(a, b, c)
     else:
-        b = strength_of(b, beta_range, RAW_BETA)
+        a0, a1 = halves(a)
+        b0, b1 = halves(b)
+        if HALVINGS == 1:
+            return products(a1, b1, products(a0, b0, c))
+        else:
+            a2, a3 = halves(a1)
+            b2, b3 = halves(b1)
+            a0, a1 = halves(a0)
+            b0, b1 = halves(b0)
+            if HALVINGS == 2:
+                c = products(a1, b1, products(a0, b0, c))
+                return products(a3, b3, products(a2, b2, c))
+            else:
+                c = inner(a1, b1, inner(a0, b0, c, 1), 1)
+                return inner(a3, b3, inner(a2, b2, c, 1), 1)
+
+
+@triton.jit
+def products(a, b, c):
+    return a * b if c is None else tl.fma(a, b, c)
+
+
+@triton.jit
+def activate(
+    token, gate, CHANNEL: tl.constexpr, RAW_GATE: tl.constexpr, BOUNDED: tl.constexpr, RAW_BETA: tl.constexpr,
+    NORM: tl.constexpr, STRENGTH: tl.constexpr,
+):  # fmt: skip
+    """What a token does to all value columns: its query, key, erase key, strength and decay, and the factors of what is
+    read by the key and by the query. ``token``: from `load_token`. ``gate``: from `load_gate`, and then the scale, the
+    bound of log decays and the range of beta."""
+    rate, bias, scale, bound, beta_range = gate
+    q, k, strength = token[0].to(tl.float32), token[1].to(tl.float32), strength_of(token[3], beta_range, RAW_BETA)
     r_k, r_q = 1.0, scale
     if NORM:
         r_k, r_q = reciprocal_length(k), scale * reciprocal_length(q)
-    decay = tl.exp(log_decay(a, rate, bias, bound, CHANNEL, RAW_GATE, BOUNDED))
-    S = last.to(tl.float32) * decay
-    u = (v - r_k * read_by(S, erase)) * r_k if STRENGTH else b * (v - r_k * read_by(S, k)) * r_k  # [BV]
+    decay = tl.exp(log_decay(token[2], rate, bias, bound, CHANNEL, RAW_GATE, BOUNDED))
+    return q, k, k * strength if STRENGTH else k, strength, decay, r_k, r_q
+
+
+@triton.jit
+def advance(last, active, values, RAW_BETA: tl.constexpr, STRENGTH: tl.constexpr, HALVINGS: tl.constexpr):
+    """The state after a token, its output [BV], and its record: the key, u [BV] and the decay, as `replay` takes them.
+    ``active``: from `activate`; ``values``: from `load_values`."""
+    q, k, erase, strength, decay, r_k, r_q = active
+    v, S = values[0].to(tl.float32), last.to(tl.float32) * decay
+    if STRENGTH:
+        u = (v * strength_of(values[1], 1.0, RAW_BETA) - r_k * read_by(S, erase, HALVINGS)) * r_k  # [BV]
+    else:
+        u = strength * (v - r_k * read_by(S, erase, HALVINGS)) * r_k
     S = written_by(S, k, u)
-    return S, r_q * read_by(S, q), (k, u, decay)
+    return S, r_q * read_by(S, q, HALVINGS), (k, u, decay)
 
 
 @triton.jit
