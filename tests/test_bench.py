@@ -674,6 +674,8 @@ def test_serving_is_compared_with_plain_calls(group):
     assert taking_part("gdn-pools", {"fla": "1.0"}) == {"fla": "1.0"}
     assert taking_part("prompts", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
     assert taking_part("kda-steps", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
+    assert taking_part("drafts", installed).keys() == {"flash_delta", "records"}
+    assert taking_part("family-gdn2", installed).keys() == {"flash_delta", "triton", "fla"}
     assert eager(group).rows == []
     results = [
         Result(rows("serving")["16/32 64x1 + 1x2048"], name, eager_ms=Spread(ms, ms, ms))
@@ -682,6 +684,17 @@ def test_serving_is_compared_with_plain_calls(group):
     serving = Group("serving", {}, dict.fromkeys(("flash_delta", "plain"), "1.0"), H200, results)
     assert eager(serving).rows == [["prefill 16/32 64x1 + 1x2048", "0.500", "0.600", "1.20x"]]
     assert len(times(serving).rows) == 1, "a mean of unlike things"
+
+
+@pytest.mark.parametrize("group", ["drafts", "kda-drafts"])
+def test_records_are_judged_by_the_states_that_follow_from_them(group):
+    draft = replace(rows(group)[f"{'32/32' if 'kda' in group else '16/32'} batch 8, drafts of 4"], N=2, H=1, HV=2)
+    entry = Entry("records", torch.device("cpu"))
+    _, errors = entry.prepare(draft)
+    assert errors.keys() == {"o", "final_state"}
+    assert all(error <= allowed(reference, torch.bfloat16) for error, reference in errors.values())
+    assert load("records").unsupported(replace(draft, tree=True), entry.device) is not None
+    assert load("records").unsupported(draft, entry.device) is None
 
 
 def test_result_needs_no_time():

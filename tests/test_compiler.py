@@ -357,8 +357,7 @@ def test_tiles_of_decoding_compute_the_same(process):
         assert len(few) > 20
         assert few == usual
     for (plain, _), (recorded, _) in zip(found[1::3], found[2::3], strict=True):
-        assert recorded[0] == plain[0]  # of the gate's parameters
-        assert recorded[1 - len(plain) :] == plain[1:]
+        assert recorded[:2] + recorded[2 - len(plain) :] == plain  # -e^A_log; what is between applies records
 
 
 @needs_triton

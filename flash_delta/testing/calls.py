@@ -18,6 +18,7 @@ class Call(NamedTuple):
     inputs: dict[str, Tensor]  # by our names; with kind "training" they are the leaves that get gradients
     state_v_first: bool = False  # its states are [N, HV, V, K]
     joined: Callable[[Any], Tensor] = lambda o: o  # makes o of what `run` returns; not timed
+    finished: Callable[[Any], Any] = lambda state: state  # likewise the final state
 
 
 def prepare(workload: Workload, x: dict[str, Tensor], backend: str | None = None) -> Call:

@@ -99,6 +99,7 @@ class Entry:
         self.first_o = self.call.joined(o).detach().clone()
         results = {"o": without_padding(self.x, self.first_o.view(output_like(self.x).shape))}
         if self.workload.states:
+            state = self.call.finished(state)
             results["final_state"] = (state.mT if self.call.state_v_first else state).detach()
         for name, d in zip(names_of_leaves(self.call), gradients, strict=False):  # no gradients unless training
             results[f"d{name}"] = d.reshape(self.x[name].shape)

@@ -82,6 +82,8 @@ TITLES = {
     "gdn-pools": "Gated DeltaNet, prompts and decoding rows on a pool, with the heads of one rank",
     "kda-pools": "Kimi Delta Attention, prompts on a pool, with gates that have no bound",
     "serving": "Gated DeltaNet, serving: options, mixed batches and drafts beside plain calls without them",
+    "drafts": "Gated DeltaNet, drafts on a pool, with a state for each token and with records",
+    "kda-drafts": "Kimi Delta Attention, drafts on a pool, with a state for each token and with records",
     "prompts": "Gated DeltaNet, prompts on a pool with their convolution and output norm",
     "steps": "Gated DeltaNet, decoding one token per sequence with its convolution and output norm",
     "kda-steps": "Kimi Delta Attention, decoding one token per sequence with its convolution and output norm",

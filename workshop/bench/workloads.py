@@ -172,6 +172,14 @@ def _serving() -> Iterator[Workload]:
             yield Workload("serving", "decode", "gdn", 16, 32, N, T, packed=False, tree=True, **IN_OP)
 
 
+def _drafts() -> Iterator[Workload]:
+    """Drafts, and single tokens beside them."""
+    for N in (8, 32, 64):
+        for T in (1, 2, 4, 8):
+            yield Workload("drafts", "decode", "gdn", 16, 32, N, T, packed=False, **IN_OP)
+            yield Workload("kda-drafts", "decode", "kda", 32, 32, N, T, packed=False, **IN_OP)
+
+
 def _prompts() -> Iterator[Workload]:
     """Prompts with convolution and output norm. Other contestants call each step, and gather and scatter windows."""
     for lengths in ((8192,), (1024,) * 8, (*(1,) * 64, 2048)):
@@ -235,7 +243,7 @@ def _cpu() -> Iterator[Workload]:
 
 WORKLOADS = (
     *_gdn_prefill(), *_gdn_long(), *_gdn_mixed(), *_packed(), *_gdn_training(), *_kda(), *_kda_gates(), *_family(),
-    *_widths(), *_models(), *_decode(), *_pools(), *_serving(), *_prompts(), *_steps(), *_layer(), *_layers_of_fla(),
-    *_step("step", of_fla=True), *_step("step-transformers", of_fla=False), *_cpu(),
+    *_widths(), *_models(), *_decode(), *_pools(), *_serving(), *_drafts(), *_prompts(), *_steps(), *_layer(),
+    *_layers_of_fla(), *_step("step", of_fla=True), *_step("step-transformers", of_fla=False), *_cpu(),
 )  # fmt: skip
 GROUPS = tuple(dict.fromkeys(workload.group for workload in WORKLOADS))

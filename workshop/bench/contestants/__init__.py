@@ -21,21 +21,23 @@ from flash_delta import __version__  # a module in this folder is also called fl
 from flash_delta.testing import Workload
 
 if TYPE_CHECKING:
-    from workshop.bench.contestants.by_name import ByName, Registered
+    from workshop.bench.contestants.by_name import ByName, Records, Registered
 
 OURS, PLAIN = "flash_delta", "plain"
 BY_NAME = ("hopper", "triton")  # this library on one of its backends
 REGISTERED = "registered"  # this library as the ops of fla's layer
-AGAIN = (PLAIN, *BY_NAME, REGISTERED)  # this library, called in other ways
+RECORDS = "records"  # this library, with drafts that leave records
+AGAIN = (PLAIN, RECORDS, *BY_NAME, REGISTERED)  # this library, called in other ways
 NAMES = (OURS, "fla", "flash_qla", "flashinfer", "cudnn", "cudnn_bfloat16", "flash_kda", "cula", "transformers")
 OF_KDA = ("cudnn_bfloat16", "flash_kda", "cula")  # they take part only in groups of KDA
 
 
-def load(name: str) -> "ModuleType | ByName | Registered":
+def load(name: str) -> "ModuleType | ByName | Records | Registered":
     if name in BY_NAME:
         return importlib.import_module("workshop.bench.contestants.by_name").ByName(name)
-    if name == REGISTERED:
-        return importlib.import_module("workshop.bench.contestants.by_name").Registered()
+    if name in (REGISTERED, RECORDS):
+        module = importlib.import_module("workshop.bench.contestants.by_name")
+        return module.Registered() if name == REGISTERED else module.Records()
     if name not in (*NAMES, PLAIN):
         raise ValueError(f"contestant: expected one of {', '.join(NAMES)}, got {name!r}")
     return importlib.import_module(f"workshop.bench.contestants.{name}")
@@ -70,6 +72,7 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
       decode on a pool, and by plain calls of this library.
     * "comba", "delta-rule", "simple-gla": this library and fla.
     * "serving": this library, and plain calls of it.
+    * "drafts", "kda-drafts": this library, with a state for each token and with records.
     * "family-...": this library, also on Triton, and fla.
     * "gdn-pools", "kda-pools": all, and this library on each of its backends by name.
     * Other groups: all, but those that have only Kimi Delta Attention only in its groups.
@@ -87,6 +90,8 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
     if group in ("prompts", "steps", "kda-steps"):
         rules = {name: installed[name] for name in installed if name in (OURS, "fla", "flashinfer")}
         return rules | {PLAIN: __version__}
+    if group.endswith("drafts"):
+        return dict.fromkeys((OURS, RECORDS), __version__)
     if group == "serving":
         return dict.fromkeys((OURS, PLAIN), __version__)
     chosen = {name: installed[name] for name in installed if group.startswith("kda-") or name not in OF_KDA}
