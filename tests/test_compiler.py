@@ -118,6 +118,46 @@ def test_the_command_compares_with_what_is_recorded(tmp_path):
     recorded = json.loads(path.read_text())
     assert recorded.keys() == {key, "other/f/f @ sm_120"}
     assert recorded[key]["HMMA"] > 0
+    ran = CliRunner().invoke(app, [*command, "--stale"])
+    assert ran.exit_code == 0, ran.output
+    assert "0 of 1 launches are stale" in ran.output
+    assert "1 kernels are as they should be (0 of them compiled now)" in ran.output
+
+
+@needs_triton
+def test_what_is_stale(tmp_path, monkeypatch):
+    """A launch is compiled again if one of its kernels has another key, is new, or cannot be named."""
+    jobs = [Job("faulty_kernels", launch, "sm_120") for launch in ("same", "changed", "grown", "broken")]
+    same, kept, moved, old, new = (
+        Result(f"faulty_kernels/{name}", "sm_120", CLEAN | {"key": "a"})
+        for name in ("same/f", "changed/f", "changed/g", "grown/f", "grown/g")
+    )
+    broken = Result("faulty_kernels/broken", "sm_120", None, "no")
+    recorded = rows([same, kept, moved._replace(facts=CLEAN | {"key": "b"}), old])
+    compiled = {"same": [same], "changed": [kept, moved], "grown": [old, new], "broken": [broken]}
+
+    def compile_all(jobs, look, compiles=True):
+        for job in jobs:
+            yield [r if compiles or r.facts is None else r._replace(facts={"key": "a"}) for r in compiled[job.launch]]
+
+    monkeypatch.setattr("workshop.cli.compile.find_jobs", lambda *_: ("3.6.0", jobs))
+    for name in ("workshop.cli.compile.compile_all", "workshop.gate.stale.compile_all"):
+        monkeypatch.setattr(name, compile_all)
+    write(tmp_path / "triton-3.6.0.json", recorded)
+    command = ["compile", "faulty_kernels", "--target", "sm_120", "--record", str(tmp_path), "--stale"]
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 1
+    lines = ran.output.splitlines()
+    assert lines[:4] == ["3 of 4 launches are stale", *(f"faulty_kernels/{job.launch}, sm_120" for job in jobs[1:])]
+    assert lines[-3:] == [
+        "faulty_kernels/broken, sm_120: does not compile: no",
+        "changed (--update records it): faulty_kernels/grown/g @ sm_120: not recorded yet",
+        "changed (--update records it): faulty_kernels/changed/g @ sm_120: the same facts, of other code",
+    ]
+    del compiled["broken"], jobs[-1]
+    assert CliRunner().invoke(app, [*command, "--update"]).exit_code == 0
+    assert read(tmp_path / "triton-3.6.0.json") == rows([same, kept, moved, old, new])
+    assert "0 of 3 launches are stale" in CliRunner().invoke(app, command).output
 
 
 @needs_triton
