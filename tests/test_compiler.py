@@ -104,20 +104,19 @@ def test_what_is_recorded_is_as_it_should_be(path):
 
 
 @needs_triton
-def test_the_command_compares_with_what_is_recorded(tmp_path):
+def test_the_command_records_what_it_finds(tmp_path):
     from triton import __version__ as triton
 
     path, key = tmp_path / f"triton-{triton}.json", "faulty_kernels/good/product @ sm_120"
     write(path, {key: {"registers": 1}, "other/f/f @ sm_120": {}})
     command = ["compile", "faulty_kernels", "--target", "sm_120", "--record", str(tmp_path)]
-    ran = CliRunner().invoke(app, command)
-    assert ran.exit_code == 1
-    assert f"changed (--update records it): {key}: registers 1 -> " in ran.output
     ran = CliRunner().invoke(app, [*command, "--update"])
     assert ran.exit_code == 0, ran.output
     recorded = json.loads(path.read_text())
     assert recorded.keys() == {key, "other/f/f @ sm_120"}
     assert recorded[key]["HMMA"] > 0
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 0, ran.output  # facts do not change from run to run
     ran = CliRunner().invoke(app, [*command, "--stale"])
     assert ran.exit_code == 0, ran.output
     assert "0 of 1 launches are stale" in ran.output
@@ -182,7 +181,7 @@ def test_more_spills_are_recorded_only_when_asked_for(known, tmp_path, monkeypat
         code, output = run(*options)
         assert code == 1
         assert said in output
-        assert f"{key_of(less)}: spilled 99 -> 12" in output or options
+        assert f"changed (--update records it): {key_of(less)}: spilled 99 -> 12" in output or options
     assert read(path) == old | rows(results[1:])
     assert run("--update", "--spills")[0] == 0
     assert read(path) == rows(results)
@@ -401,11 +400,3 @@ def test_tokens_before_an_offset_are_what_decoding_makes_of_them(process):
             assert all(line in rest for line in walked), "it computes what `decode` does not"
             assert len(walked) > len(decoded) // 2
             assert sum("math.fma" in line for line in walked) == sum("math.fma" in line for line in decoded)
-
-
-@needs_triton
-def test_facts_do_not_change_from_run_to_run():
-    from workshop.gate.facts import facts
-
-    job = Job("faulty_kernels", "good", "sm_120")
-    assert list(compile_all([job], facts)) == list(compile_all([job], facts))
