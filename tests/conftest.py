@@ -27,7 +27,15 @@ torch.set_num_threads(1)
 gc.set_threshold(20_000, 20)
 
 
+WIDE = ("heads-of-64", "heads-of-128", "long", "values-of-192", "widest-values")
+PRODUCTS = "gdp-recurrent", "gdp-ungated"  # with three updates of the state per token, beside "gdp" with two
 LONG = {  # of tests with many cases, those that take long: beside each of them a quicker one stays
+    *(f"test_accuracy.py::test_float64[{op}-{case}]" for op in PRODUCTS for case in WIDE),
+    *(
+        f"test_accuracy.py::test_working_dtypes[{op}-heads-of-128-torch.{dtype}]"
+        for op in PRODUCTS
+        for dtype in ("float32", "bfloat16", "float16")
+    ),
     "test_batch_invariance.py::test_other_sequences_change_no_bit[kda-triton-given]",
     "test_compiled_models.py::test_layers[gdn-grouped-padded]",
     "test_compiled_models.py::test_layers[kda-bounded-batch]",
