@@ -4,6 +4,8 @@
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
 #             TARGETS="sm_90a ...", and the tests under the oldest, which interpret kernels
+# make records what the record of compiled kernels (benchmarks/compile) says, by both Tritons, for all targets: compiles
+#             those kernels alone that have changed since. With OPTIONS=--update it records them
 # make newest the tests in an environment where nothing is pinned: the newest torch, transformers, peft, accelerate and
 #             trl that pip gives (PYTHON=python3.13 picks a Python). It downloads some 5 GB
 # make engines this library in vLLM, in fla, in SGLang's dispatchers, under fla's names in trainers (Megatron-Core, axolotl,
@@ -27,7 +29,7 @@ export OMP_NUM_THREADS := 1
 TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
 OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 
-.PHONY: demo test test-all triton newest engines hub kernels docs docs-links clean
+.PHONY: demo test test-all triton records newest engines hub kernels docs docs-links clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -47,6 +49,9 @@ test test-all: .venv/installed $(lastword $(OLDEST_AND_NEWEST))
 triton: .venv/installed $(OLDEST_AND_NEWEST)
 	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta-dev compile $(TARGETS:%=--target %) || exit; done
 	PYTHONPATH=$(firstword $(OLDEST_AND_NEWEST)) $(BIN)/pytest $(TESTS)
+
+records: .venv/installed $(OLDEST_AND_NEWEST)
+	for triton in $(OLDEST_AND_NEWEST); do PYTHONPATH=$$triton $(BIN)/flash-delta-dev compile --stale $(OPTIONS) || exit; done
 
 NEWEST := .venv/newest/bin
 

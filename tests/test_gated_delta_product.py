@@ -44,19 +44,22 @@ def draw(n, B=2, T=47, H=2, HV=4, K=8, V=12, lengths=None, decay=0.3, dtype=torc
 
 def equation(n, q, k, v, beta, initial_state, g=None, bounds=None, scale=None):
     group, scale = v.shape[2] // q.shape[2], q.shape[3] ** -0.5 if scale is None else scale
+    (B, T), heads = q.shape[:2], v.shape[2:]
     q, k = (t.repeat_interleave(group, 2) for t in (q, k))
-    rows = range(len(q)) if bounds is None else [0] * (len(bounds) - 1)
-    ends, o, states = [(0, q.shape[1])] * len(q) if bounds is None else pairwise(bounds), [], []
+    q, k, v, beta = ([row.unbind() for row in t] for t in (q, k, v, beta))
+    g = None if g is None else [row.unbind() for row in g]
+    rows = range(B) if bounds is None else [0] * (len(bounds) - 1)
+    ends, o, states = [(0, T)] * B if bounds is None else pairwise(bounds), [], []
     for row, S, (start, stop) in zip(rows, initial_state, ends, strict=True):
         for t in range(start, stop):
-            S = S if g is None else g[row, t].exp()[:, None, None] * S
+            S = S if g is None else g[row][t].exp()[:, None, None] * S
             for j in range(n * t, n * t + n):
-                error = v[row, j] - torch.einsum("hk,hkv->hv", k[row, j], S)
-                S = S + beta[row, j, :, None, None] * k[row, j, :, :, None] * error[:, None]
-            o.append(scale * torch.einsum("hk,hkv->hv", q[row, t], S))
+                error = v[row][j] - torch.einsum("hk,hkv->hv", k[row][j], S)
+                S = S + beta[row][j][:, None, None] * k[row][j][:, :, None] * error[:, None]
+            o.append(scale * torch.einsum("hk,hkv->hv", q[row][t], S))
         states.append(S)
-    outputs = torch.stack(o) if o else q.new_zeros(0, *v.shape[2:])
-    return outputs.view(len(q), -1, *v.shape[2:]), torch.stack(states)
+    outputs = torch.stack(o) if o else initial_state.new_zeros(0, *heads)
+    return outputs.view(B, -1, *heads), torch.stack(states)
 
 
 def unit(t):

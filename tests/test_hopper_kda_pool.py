@@ -35,6 +35,7 @@ from tests.gluon_emulator import Kernel, emulated
 
 TINY = SCALAR | {"K": 128, "V": 128}
 KINDS = ("kda-bounded", "kda-raw", "kda")
+FEW = (70, 1, 0, 130, 17, 2, 64)  # with few tokens for `decode`, each of which takes long in the interpreter
 
 
 @pytest.fixture(params=["loop", "scan_channels"])
@@ -118,7 +119,7 @@ def at_offsets(x, *offsets):
 @pytest.mark.parametrize(("kind", "batch_invariant"), [("kda-bounded", True), ("kda-raw", False), ("gdn2-raw", False)])
 def test_checkpoints_at_offsets(launched, kind, batch_invariant):
     """A stride's bits at multiples of 64, the final state's at the end; outputs are those without them."""
-    x = mixed(kind) | {"batch_invariant": batch_invariant}
+    x = mixed(kind, HV=2 if kind == "kda-bounded" else 1) | {"batch_invariant": batch_invariant}
     o, strided = run(kind, x, "hopper")
     kept = x["checkpoint_indices"][:, 0]
     same, found = check(kind, at_offsets(x, 65, 1, 0, 64, 17, 3, 64), "hopper")
@@ -153,7 +154,7 @@ def test_a_sequence_alone_gives_its_bits(launched, kind):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_what_is_no_slot_is_padding(launched, batch_invariant):
     """Whatever the indices are; a sequence that starts from zeros needs no slot to read."""
-    x = mixed() | {"batch_invariant": batch_invariant}
+    x = mixed(lengths=FEW) | {"batch_invariant": batch_invariant}
     x["read_indices"] = slots([-1, 2**31 + 5, 2, -(2**40), 40, 2**40, 6], x)
     x["write_indices"] = slots([7, 8, -3, 10, 11, 12, 2**33 + 1], x)
     x["checkpoint_indices"] = x["checkpoint_indices"].long()
@@ -189,7 +190,7 @@ def test_wrong_bounds_write_to_no_other_slot(launched, monkeypatch, name):
 def test_halves(launched, pool):
     """Few prompts run in halves, others whole: of the launches one finds that it is meant. Here, where there is no
     compiler, both give the same bits."""
-    x = mixed(HV=1, pool=pool)
+    x = mixed(lengths=FEW, HV=1, pool=pool)
     whole = run("kda-bounded", x, "hopper")
     assert launched() in (None, [1, 2])
     few = make_prefill("kda-bounded", (3, 66, 1, 2), **(TINY | {"HV": 1, "pool": pool}))
@@ -204,7 +205,7 @@ def test_halves(launched, pool):
 def test_one_prompt_or_several(launched):
     """The scan takes one and the loop several, in their own slots, so that it shows if two kernels scan one of them.
     More prompts than promised are scanned, too."""
-    several, alone = mixed("kda-raw"), make_prefill("kda-raw", (3, 130, 1, 0), **TINY)
+    several, alone = mixed("kda-raw", FEW), make_prefill("kda-raw", (3, 130, 1, 0), **TINY)
     for x, most in ((several, None), (alone, None), (several, 4), (several, 1), (alone, 1), (alone, 2)):
         call = x | {"write_indices": x["read_indices"], "max_prompts": most}
         check("kda-raw", call, "hopper")
@@ -218,7 +219,7 @@ def test_one_prompt_or_several(launched):
 @runs
 def test_slots_with_gaps_and_indices_with_strides(launched):
     """And no slot to write. What lies between slots keeps its bits."""
-    x, size = mixed(), 2 * 128 * 128
+    x, size = mixed(lengths=FEW), 2 * 128 * 128
     store = torch.randn(40, size + 24, device=DEVICE)
     before = store.clone()
     x["state_pool"] = store[:, :size].view(40, 2, 128, 128)

@@ -119,8 +119,8 @@ def test_separate_projections(parts_refused, gate, bounds):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("taps", [2, 3, None], ids=["2", "3", "one"])
 def test_packed_projection(parts_refused, gated, bounds, taps):
-    """Taps are [D, W], [D, 1, W], or one tensor for q, k and v. Six of the twelve take long; in the others every value
-    meets every one of another argument."""
+    """Taps are [D, W], [D, 1, W], or one tensor for q, k and v. Nine of the twelve take long; each value of an argument
+    is in one of the others."""
     x, options = inputs(gated=gated, rows=1 if bounds else 2, taps=taps or 3), {"allow_neg_eigval": True}
     if bounds:
         options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)

@@ -1,6 +1,7 @@
 """The work of `flash-delta check`: judge the cases and print a table of their worst errors."""
 
 import sys
+from bisect import insort
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -53,16 +54,19 @@ def all_right(
     jobs = list(_jobs(full, widths, hard, case, where))
     order = {names_of(job): number for number, job in enumerate(jobs)}
     answers: list[Answer] = []
+
+    def place(answer: "Answer") -> int:
+        return order.get(answer.names, len(order))
+
     if resume:
         with reading("json", results, "flash-delta check"):
-            answers = read(results, where)
+            answers = sorted(read(results, where), key=place)
     if results is not None:
         require_writable("json", results)
     done = {answer.names for answer in answers}
     jobs = [job for job in jobs if names_of(job) not in done]
     for answer in _counted(judge(jobs, where, backend, peers or {}, processes), len(jobs)):
-        answers.append(answer)
-        answers.sort(key=lambda answer: order.get(answer.names, len(order)))
+        insort(answers, answer, key=place)
         if results is not None:
             write(results, answers, where)
     show([_table(answers, str(where))])

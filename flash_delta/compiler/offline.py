@@ -17,12 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from flash_delta.compiler.key import key_of, with_all_that_is_read
 from flash_delta.compiler.targets import TARGETS
 
 
 class Compiled(NamedTuple):
     name: str  # of the function
-    kernel: Any  # triton.compiler.CompiledKernel
+    key: str  # another one, if anything that the code depends on is another (key.py)
+    kernel: Any  # triton.compiler.CompiledKernel; the key again, where nothing is compiled
     log: str  # what ptxas -v said
 
 
@@ -51,8 +53,11 @@ class Driver:
 
 
 @contextmanager
-def offline(target: str) -> Iterator[list[Compiled]]:
-    """Yields a list that grows with every compilation. If a launch finds its kernel compiled, it adds nothing."""
+def offline(target: str, compiles: bool = True) -> Iterator[list[Compiled]]:
+    """Yields a list that grows with every compilation. If a launch finds its kernel compiled, it adds nothing.
+
+    If it ``compiles`` nothing, kernels only get their keys, a hundred in a second.
+    """
     if knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET: expected no value where kernels are compiled, got '1'")
     compiled: list[Compiled] = []
@@ -61,15 +66,24 @@ def offline(target: str) -> Iterator[list[Compiled]]:
     def warm_up(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, warmup=True, **kwargs)
 
-    def record(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    def record(
+        self: JITFunction, name: str, signature: dict, device: int, constants: dict, options: Any, attributes: dict,
+        warmup: bool,
+    ) -> Any:  # fmt: skip
+        known, _, _, backend, _ = self.device_caches[device]
+        key = key_of(self, backend, signature, constants, options, attributes)
         with redirect_stdout(io.StringIO()) as log:
-            kernel = do_compile(self, *args, **kwargs)
-        compiled.append(Compiled(self.fn.__name__, kernel, log.getvalue()))
+            if compiles:
+                kernel = do_compile(self, name, signature, device, constants, options, attributes, warmup)
+            else:
+                kernel = known.setdefault(name, key)
+        compiled.append(Compiled(self.fn.__name__, key, kernel, log.getvalue()))
         return kernel
 
     with (
         knobs.compilation.scope(),
         knobs.nvidia.scope(),
+        with_all_that_is_read(),
         patch.object(driver, "_active", Driver(target)),
         patch.object(JITFunction, "run", warm_up),
         patch.object(JITFunction, "_do_compile", record),

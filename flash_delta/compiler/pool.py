@@ -74,15 +74,15 @@ def _find_jobs(modules: list[str], targets: list[str]) -> tuple[str, list[Job]]:
     return triton.__version__, jobs
 
 
-def compile_all(jobs: list[Job], look: Look) -> Iterator[list[Result]]:
+def compile_all(jobs: list[Job], look: Look, compiles: bool = True) -> Iterator[list[Result]]:
     """Yields one list per job, with what ``look`` finds in each compiled kernel. It is a function of a module, since it
-    is called in other processes. A crash loses all jobs that still wait. Then a single process runs these in order,
-    which shows which one crashed."""
+    is called in other processes. ``compiles``: as of `offline`. A crash loses all jobs that still wait. Then a single
+    process runs these in order, which shows which one crashed."""
     waiting, workers = jobs, os.cpu_count() or 1
     while waiting:
         lost = []
         with clean_processes(workers) as (pool, log):
-            for job, future in [(job, pool.submit(compile_launch, job, look)) for job in waiting]:
+            for job, future in [(job, pool.submit(compile_launch, job, look, compiles)) for job in waiting]:
                 try:
                     yield future.result()
                 except BrokenProcessPool:
@@ -93,12 +93,12 @@ def compile_all(jobs: list[Job], look: Look) -> Iterator[list[Result]]:
         waiting, workers = lost, 1
 
 
-def compile_launch(job: Job, look: Look) -> list[Result]:
+def compile_launch(job: Job, look: Look, compiles: bool) -> list[Result]:
     from flash_delta.compiler.offline import offline
 
     launch = next(x for x in importlib.import_module(job.module).launches(job.target) if x.name == job.launch)
     try:
-        with offline(job.target) as compiled, warnings.catch_warnings():
+        with offline(job.target, compiles) as compiled, warnings.catch_warnings():
             warnings.simplefilter("error")  # a user would see a launch's warnings
             launch.call()
         found = {kernel.name: look(kernel, job.target) for kernel in compiled}

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -48,6 +48,23 @@ class Answer:
     @property
     def right(self) -> bool:
         return self.failure is None and all(cell.right for cell in self.cells)
+
+    @cached_property
+    def line(self) -> str:
+        """What `write` writes. It writes a file anew after each case, so it asks often."""
+        line = {"op": self.op, "dtype": self.dtype, "case": self.case}
+        if self.failure is not None:
+            line["failure"] = self.failure
+        line["errors"] = {c.tensor: [_rounded(c.error), _rounded(c.allowed), _rounded(c.reference)] for c in self.cells}
+        peers = {
+            name: {"errors": {t: _rounded(e) for t, e in peer.errors.items()}, "reason": peer.reason}
+            for name, peer in self.peers.items()
+        }
+        return json.dumps(line | ({"peers": peers} if peers else {}))
+
+
+def _rounded(x: float | None) -> float | None:
+    return None if x is None else float(f"{x:.3g}")
 
 
 def names_of(job: Job) -> tuple[str, str, str]:
@@ -132,23 +149,8 @@ def judge(jobs: list[Job], device: torch.device, backend: str | None, peers: Pee
 
 def write(path: Path, answers: list[Answer], device: torch.device) -> None:
     """One line per case: [error, allowed, torch backend's error] by tensor, and the peers' errors."""
-
-    def rounded(x: float | None) -> float | None:
-        return None if x is None else float(f"{x:.3g}")
-
-    lines = []
-    for a in answers:
-        line = {"op": a.op, "dtype": a.dtype, "case": a.case}
-        if a.failure is not None:
-            line["failure"] = a.failure
-        line["errors"] = {c.tensor: [rounded(c.error), rounded(c.allowed), rounded(c.reference)] for c in a.cells}
-        peers = {
-            name: {"errors": {t: rounded(e) for t, e in peer.errors.items()}, "reason": peer.reason}
-            for name, peer in a.peers.items()
-        }
-        lines.append(json.dumps(line | ({"peers": peers} if peers else {})))
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n  ".join(lines)
+    rows = ",\n  ".join([a.line for a in answers])
     path.write_text(f'{{"machine": {json.dumps(machine(device))},\n "cases": [\n  {rows}\n]}}\n')
 
 

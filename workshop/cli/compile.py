@@ -1,6 +1,6 @@
 """`flash-delta-dev compile`: compiles every kernel for every target, without a GPU, and checks the result."""
 
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from rich.progress import track
 from rich.table import Table
 
 from flash_delta.cli.files import PATH, reading, require_writable
-from flash_delta.compiler.pool import Result, compile_all, find_jobs
+from flash_delta.compiler.pool import Job, Result, compile_all, find_jobs
 from flash_delta.compiler.targets import TARGETS
 from workshop.cli.modules import require_modules
 from workshop.gate.record import Rows, changes, read, rows, within, write
@@ -24,6 +24,9 @@ TELLING = ("HGMMA", "WARPGROUP.DEPBAR", "UTCHMMA", "HMMA", "mfma", "UTMALDG", "L
 def compile_kernels(
     modules: Annotated[list[str] | None, typer.Argument(help="Modules of kernels; none: all.")] = None,
     target: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TARGETS)}; none: all.")] = None,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Compile only launches that have changed since they were recorded.")
+    ] = False,
     update: Annotated[bool, typer.Option("--update", help="Record kernels without faults.")] = False,
     spills: Annotated[
         bool, typer.Option("--spills", help="Allow more spills than recorded. The note of the day says why.")
@@ -37,6 +40,9 @@ def compile_kernels(
     As it should be: nothing spills more than it did when it was recorded, no wgmma is serialised, no product is
     transposed and multiplied again, shared memory suffices, and the numbers are those recorded for this version of
     Triton. A kernel that is not recorded must not spill. Run it in a checkout.
+
+    A row of the record has a key, which follows from the kernel's source, its arguments, options, target and compiler,
+    and from the code that finds the numbers. With --stale a launch is compiled only if one of its keys is another.
     """
     if spills and not update:
         raise ValueError("spills: expected --update beside it, got --spills alone")
@@ -45,8 +51,6 @@ def compile_kernels(
         if name not in TARGETS:
             raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {name!r}")
     require_modules(names)
-    from workshop.gate.facts import facts  # imports Triton
-
     console = Console()
     console = Console(width=max(console.width, 180)) if not console.is_terminal else console
     triton, jobs = find_jobs(names, targets)
@@ -54,14 +58,14 @@ def compile_kernels(
     recorded, known = _recorded(path, names, targets)
     if update:
         require_writable("record", path)
-    results: list[Result] = []
-    for found in track(compile_all(jobs, facts), "compiling", total=len(jobs), console=console, transient=True,
-                       disable=not console.is_terminal):  # fmt: skip
-        results += found
-    results.sort(key=lambda result: (result.kernel, list(TARGETS).index(result.target)))
-    new = rows(results)
+    held: list[Result] = []
+    if stale:
+        jobs, held = _divide(jobs, known, console)
+    compiled = _compile(jobs, console)
+    results, new = held + compiled, rows(held + compiled)
     limits = new if spills else known
-    console.print(_table(results, limits, triton))
+    if compiled:
+        console.print(_table(compiled, limits, triton))
     wrong = judge(results, limits)
     if update:
         right = rows(result for result in results if not any(faults(result, limits)))
@@ -76,7 +80,26 @@ def compile_kernels(
         console.print(line, style="red", soft_wrap=True, markup=False, highlight=False)
     if wrong:
         raise typer.Exit(1)
-    console.print(f"{len(results)} kernels are as they should be")
+    console.print(f"{len(results)} kernels are as they should be ({len(compiled)} of them compiled now)")
+
+
+def _divide(jobs: list[Job], known: Rows, console: Console) -> tuple[list[Job], list[Result]]:
+    """The launches that are stale, which it names, and what is recorded of the others."""
+    from workshop.gate.stale import divide  # imports Triton
+
+    stale, held = divide(jobs, known)
+    console.print(f"{len(stale)} of {len(jobs)} launches are stale")
+    for job in stale:
+        console.print(f"{job.module}/{job.launch}, {job.target}", soft_wrap=True, markup=False, highlight=False)
+    return stale, held
+
+
+def _compile(jobs: list[Job], console: Console) -> list[Result]:
+    from workshop.gate.facts import facts  # imports Triton
+
+    results = track(compile_all(jobs, facts), "compiling", total=len(jobs), console=console, transient=True,
+                    disable=not console.is_terminal)  # fmt: skip
+    return sorted(chain.from_iterable(results), key=lambda r: (r.kernel, list(TARGETS).index(r.target)))
 
 
 def _recorded(path: Path, names: list[str], targets: list[str]) -> tuple[Rows, Rows]:

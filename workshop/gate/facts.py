@@ -4,17 +4,21 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from triton import knobs
 
+from flash_delta.compiler import offline
 from flash_delta.compiler.offline import Compiled
 from flash_delta.compiler.targets import TARGETS, Target
+from workshop.gate import lint, shared_memory
 from workshop.gate.lint import transposed_accumulators
 from workshop.gate.shared_memory import shared_barriers
 
-Facts = dict[str, int | list[str]]
+Facts = dict[str, int | str | list[str]]
 
 OPCODES = (
     "HGMMA",  # wgmma
@@ -31,8 +35,20 @@ OPCODES = (
 )
 
 
+def key(compiled: Compiled, target: str) -> Facts:
+    """The key of one kernel. While it stays the same, so do all facts: it follows from what is compiled and from the
+    code that finds facts."""
+    return {"key": sha256(f"{compiled.key} {_hash_of_finders()}".encode()).hexdigest()[:16]}
+
+
+@cache
+def _hash_of_finders() -> str:
+    paths = __file__, lint.__file__, shared_memory.__file__, offline.__file__
+    return sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
+
+
 def facts(compiled: Compiled, target: str) -> Facts:
-    """What is known about one kernel.
+    """What is known about one kernel, with its key.
 
     Per thread: registers (on AMD also accumulation registers), bytes that are spilled, bytes of stack.
     Per program: bytes of shared memory, columns of tensor memory, warps, stages.
@@ -43,7 +59,7 @@ def facts(compiled: Compiled, target: str) -> Facts:
     if columns := getattr(metadata, "tmem_size", 0):  # Blackwell's tensor memory
         launch["tensor"] = columns
     asm = compiled.kernel.asm
-    return launch | (_amd(asm) if chip.backend == "hip" else _nvidia(asm, compiled.log, chip))
+    return key(compiled, target) | launch | (_amd(asm) if chip.backend == "hip" else _nvidia(asm, compiled.log, chip))
 
 
 def _nvidia(asm: Any, log: str, chip: Target) -> Facts:

@@ -35,12 +35,12 @@ def within(recorded: Rows, modules: list[str], targets: list[str]) -> Rows:
 
 
 def changes(old: Rows, new: Rows) -> list[str]:
-    """``key: fact old -> new, ...`` for every row that differs."""
+    """``row: fact old -> new, ...`` for every row that differs. A row's ``key`` may differ alone."""
     changed = [f"{key}: recorded, but not there any more" for key in sorted(old.keys() - new.keys())]
     changed += [f"{key}: not recorded yet" for key in sorted(new.keys() - old.keys())]
     for key in sorted(old.keys() & new.keys()):
         names = [name for name in old[key] | new[key] if old[key].get(name) != new[key].get(name)]
         if names:
-            moves = (f"{name} {old[key].get(name, 0)} -> {new[key].get(name, 0)}" for name in names)
-            changed.append(f"{key}: {', '.join(moves)}")
+            moves = [f"{name} {old[key].get(name, 0)} -> {new[key].get(name, 0)}" for name in names if name != "key"]
+            changed.append(f"{key}: {', '.join(moves) or 'the same facts, of other code'}")
     return changed

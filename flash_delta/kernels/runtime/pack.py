@@ -88,9 +88,13 @@ def row_of(kernel: Kernel, place: tuple[str, int, int, str]) -> list[Any]:
 @cache
 def identity() -> dict[str, Any]:
     """What packs must have been made with."""
-    settings = {name: value for name, value in get_cache_invalidating_env_vars().items() if name not in HARMLESS}
-    settings |= {"debug": "1"} if knobs.runtime.debug else {}
-    return {"format": FORMAT, "sources": _hash_of_sources(), "Triton": triton.__version__, "settings": settings}
+    return {"format": FORMAT, "sources": _hash_of_sources(), "Triton": triton.__version__, "settings": settings()}
+
+
+def settings() -> dict[str, str]:
+    """The settings of Triton that change code."""
+    found = {name: value for name, value in get_cache_invalidating_env_vars().items() if name not in HARMLESS}
+    return found | ({"debug": "1"} if knobs.runtime.debug else {})
 
 
 def _hash_of_sources() -> str:
