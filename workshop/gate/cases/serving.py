@@ -11,6 +11,7 @@ from flash_delta.compiler import Launch
 from flash_delta.kernels.runtime.chip import Chip, Tile
 from flash_delta.kernels.runtime.run import run
 from flash_delta.kernels.triton.forward.scan import run_scan
+from flash_delta.kernels.triton.forward.values import values_of
 from flash_delta.kernels.triton.serving.decode import run_decode
 from flash_delta.kernels.triton.serving.offsets import run_scan_to_offset
 from flash_delta.kernels.triton.serving.ring import plan_commit
@@ -199,7 +200,10 @@ def call_prefill(case: Prefilling, t: Tile | None = None, *, before: bool | None
         kernels.chunks()
         run_decode(kernels.c, s, o)
     else:
-        run_scan(kernels.c, kernels.channels, kernels.solved, kernels.factors, o, None, None, t, slots=s)
+        c = kernels.c
+        if p.channel_strength:  # `channel` has written w . v
+            c = c._replace(x=c.x._replace(v=values_of(c.made, p), w=None))
+        run_scan(c, kernels.channels, kernels.solved, kernels.factors, o, None, None, t, slots=s)
     kernels.launch()
 
 
