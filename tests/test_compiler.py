@@ -439,16 +439,4 @@ def test_tokens_before_an_offset_are_what_decoding_makes_of_them(process):
             rest = iter(decoded)
             assert all(line in rest for line in walked), "it computes what `decode` does not"
             assert len(walked) > len(decoded) // 2
-<<<<<<< HEAD
             assert (fused(decoded) - 1) / 2 == fused(walked) - 1  # besides what is written, two sums and one
-
-
-@needs_triton
-def test_facts_do_not_change_from_run_to_run():
-    from workshop.gate.facts import facts
-
-    job = Job("faulty_kernels", "good", "sm_120")
-    assert list(compile_all([job], facts)) == list(compile_all([job], facts))
-=======
-            assert sum("math.fma" in line for line in walked) == sum("math.fma" in line for line in decoded)
->>>>>>> gate

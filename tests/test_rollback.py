@@ -118,6 +118,25 @@ def test_a_layer_goes_on_from_a_cropped_state(name, padding):
         assert_close(y, layer(more, state=expected))
 
 
+def test_a_crop_outside_of_no_grad_leaves_no_graph():
+    layer, x, state = DELTA_LAYERS["gdn"](), random(1, 9, D).float(), MixerState(record_past=True)
+    with torch.no_grad():
+        layer(x, state=state)
+    state.crop(2)
+    assert not copy.deepcopy(state).recurrent.requires_grad
+
+
+@torch.no_grad()
+def test_a_call_without_tokens_is_kept_as_nothing():
+    layer, x, state, expected = DELTA_LAYERS["gdn"](), random(2, 9, D).float(), MixerState(record_past=True), None
+    for start, end in ((0, 4), (4, 4), (4, 9)):
+        expected = state.recurrent if end == 9 else None
+        layer(x[:, start:end], state=state)
+    assert state.croppable == 9
+    state.crop(5)
+    assert torch.equal(state.recurrent, expected)
+
+
 @torch.no_grad()
 def test_attention_is_cropped():
     layer, x = Attention(hidden_size=D, num_heads=2).double(), random(2, 9, D)
@@ -278,7 +297,7 @@ def test_errors_of_caches_of_transformers():
         assert cache.is_croppable
         refuses(-6, r"-5 to 0 \(so many are kept since the last crop\)")
         cache.reorder_cache(torch.tensor([1, 0]))
-        refuses(-1, r"0 to 0 \(no layer of flash_delta has kept any\)")
+        refuses(-1, r"0 to 0 \(so many are kept since the last crop\)")
         assert not cache.is_croppable
         linear = model.model.layers[0].linear_attn
         with pytest.raises(ValueError, match="seq_idx: expected None with a cache that records its past, got a tensor"):
@@ -287,7 +306,7 @@ def test_errors_of_caches_of_transformers():
     cache.activate_past_recording()
     model(words(2, 5), **{CACHE: cache})  # by transformers' own code
     with enable():
-        refuses(-1, r"0 to 0 \(no layer of flash_delta has kept any\)")
+        refuses(-1, r"0 to 0 \(so many are kept since the last crop\)")
 
 
 def test_continuous_batching_is_refused():
@@ -321,6 +340,19 @@ def test_calls_that_record_nothing(model):
 
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
 @torch.no_grad()
+def test_a_long_call_whose_first_part_is_one_token(family):
+    """It comes after a text that is shorter than the convolution."""
+    model, ids = tiny_transformers.build(family, torch.float64), words(1, 2 + KEPT + 1)
+    with float64(family), enable():
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        model(ids[:, :2], **{CACHE: cache})
+        logits = model(ids[:, 2:], **{CACHE: cache})[0]
+        assert_close(logits, model(ids, use_cache=False)[0][:, 2:])
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+@torch.no_grad()
 def test_a_cache_of_transformers_keeps_no_long_text(family):
     model = tiny_transformers.build(family)
     cache = DynamicCache(config=model.config)
@@ -330,7 +362,9 @@ def test_a_cache_of_transformers_keeps_no_long_text(family):
         model(words(1, 3 * KEPT), **{CACHE: cache})
         for length in (*range(KEPT, 2 * KEPT + 1), *range(KEPT, KEPT + 3)):
             assert layer.conv_states[0].shape[-1] == length + layer.conv_kernel_size[0]
-            assert sum(part.op["q"].shape[1] for part in layer.replay.parts) == layer.replay.length == length
+            kept = [part.op["q"] for part in layer.replay.parts]
+            assert sum(q.shape[1] for q in kept) == layer.replay.length == length
+            assert all(q.untyped_storage().nbytes() == q.nbytes for q in kept)
             model(words(1, 1), **{CACHE: cache})
 
 

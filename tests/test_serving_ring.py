@@ -98,6 +98,14 @@ def test_layers_are_one_call(kind, backend):
 
 
 @backends
+def test_no_rows(backend):
+    x = make_call(B=2, T=2, device=DEVICES[backend])
+    records, none = make_ring(x), slots([], x)
+    x |= {"read_indices": none} | {name: x[name][:0] for name in TOKENS if name in x}
+    assert decode("gdn", x, backend, ring=Ring(*records, write=none)).shape == x["v"].shape
+
+
+@backends
 def test_padding(backend):
     """A row without a slot, without a page or with a count out of range gives zeros, and touches nothing."""
     x = make_call(B=9, T=2, slots=12, device=DEVICES[backend]) | {"null_slot": 8}

@@ -126,7 +126,9 @@ class Replay:
     ) -> tuple[Tensor, Tensor]:
         """Run the op on at most KEPT tokens and keep them. The arguments are laid out by `packing`."""
         o, self.last = op(**arguments, **options, cu_seqlens=packing.cu_seqlens)
-        self.op, self.options = op, options
+        if o.numel() == 0:  # no tokens
+            return o, self.last
+        self.op, self.options, self.with_grad = op, options, torch.is_grad_enabled()
         tokens = Tokens(arguments, self.inputs).each(packing.unpack)._replace(valid=packing.valid)
         self.parts.append(tokens)
         self.length += tokens.op["q"].shape[1]
@@ -141,13 +143,14 @@ class Replay:
         tokens = Tokens.join(self.parts).part(0, T)
         packing = Packing.of(tokens.op["q"].flatten(2), tokens.valid, None)
         options = self.options | {"initial_state": self.recurrent, "output_final_state": True}
-        _, recurrent = self.op(**tokens.each(packing.pack).op, **options, cu_seqlens=packing.cu_seqlens)
+        with torch.set_grad_enabled(self.with_grad):  # as when the tokens came
+            _, recurrent = self.op(**tokens.each(packing.pack).op, **options, cu_seqlens=packing.cu_seqlens)
         return self._windows(tokens) if tokens.conv else None, recurrent
 
     def _forget(self, T: int) -> None:
         tokens = Tokens.join(self.parts)
         self.conv, self.recurrent = self.after(T)
-        self.parts, self.length = [tokens.part(T, self.length)], self.length - T
+        self.parts, self.length = [tokens.part(T, self.length).each(torch.clone)], self.length - T
 
     def _windows(self, tokens: Tokens) -> tuple[Tensor, ...]:
         """The last W inputs of every row, in tensors [B, D, W]."""

@@ -218,7 +218,9 @@ def _kept(
     """Runs the op and keeps its arguments, for a crop of the cache (rollback.py)."""
     if not replay.parts and options["initial_state"] is not None:
         replay.recurrent = options["initial_state"].clone()  # the cache writes the new state to the same memory
-    arguments = dict(zip("qkvg", tokens, strict=True), beta=beta)
+    q, k, v, g = tokens
+    q, k, v = q.clone(), k.clone(), v.clone()  # they are parts of all that the convolution computed, with past inputs
+    arguments = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     return replay.run(op, arguments, options, Packing())
 
 

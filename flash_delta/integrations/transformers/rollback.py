@@ -54,7 +54,9 @@ def record(forward: Callable[..., Tensor], module: nn.Module, given: dict[str, A
     for name in ("cu_seq_lens_q", "seq_idx"):
         if given.get(name) is not None:
             raise ValueError(f"{name}: expected None with a cache that records its past, got a tensor")
-    x, mask = given["hidden_states"], given.get("attention_mask")
+    x, mask, replay = given["hidden_states"], given.get("attention_mask"), _replay_of(layer) or Replay()
+    if x.shape[1] in (1, KEPT + 1) and layer.has_previous_state[0] and shifts_window(forward):
+        layer.conv_states[0] = F.pad(layer.conv_states[0], (1, 0))  # which is dropped in place of an input
     if x.shape[1] > KEPT:
         first, last = (
             given | {"hidden_states": x[:, part], "attention_mask": mask if mask is None else mask[:, part]}
@@ -63,9 +65,6 @@ def record(forward: Callable[..., Tensor], module: nn.Module, given: dict[str, A
         y = forward(module, **first)
         layer.conv_states[0] = layer.conv_states[0][..., -layer.conv_kernel_size[0] :].clone()
         return torch.cat([y, record(forward, module, last, layer)], dim=1)
-    replay = _replay_of(layer) or Replay()
-    if x.shape[1] == 1 and layer.has_previous_state[0] and shifts_window(forward):
-        layer.conv_states[0] = F.pad(layer.conv_states[0], (1, 0))  # which is dropped in place of an input
     y = forward(module, **given, replay=replay)
     layer.conv_states[0] = layer.conv_states[0][..., -replay.length - layer.conv_kernel_size[0] :]
     layer.replay, replay.window = replay, layer.conv_states[0]
@@ -88,8 +87,8 @@ def _cropping(crop: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
         if self.record_past and tokens < 0 and recurrent:
             kept = 0 if replay is None or recurrent != [0] else replay.length
             if tokens < -kept:
-                why = "so many are kept since the last crop" if kept else "no layer of flash_delta has kept any"
-                raise ValueError(f"tokens_to_remove: expected {-kept} to 0 ({why}), got {tokens}")
+                kept = f"{-kept} to 0 (so many are kept since the last crop)"
+                raise ValueError(f"tokens_to_remove: expected {kept}, got {tokens}")
             _, state = replay.after(kept + tokens)
             self.recurrent_states[0].copy_(torch.zeros(()) if state is None else state)
         crop(self, tokens_to_remove)

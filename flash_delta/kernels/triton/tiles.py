@@ -194,8 +194,8 @@ FEW, FEW_COLUMNS = {4: Tile(1, 1, 4), 2: Tile(1, 1, 8)}, 128
 # pool, as narrow tiles of narrow heads would leave a thread less than it loads at once, and so other sums.
 RECORDS = {4: (Tile(1, 1, 8), Tile(1, 1, 32)), 2: (Tile(1, 1, 16), Tile(1, 1, 32))}
 # For the shortest of them, whose tokens and records a program holds while it goes from tile to tile (serving/ring.py):
-# for K up to 64 and up to 128. A decay per channel takes so many registers that tiles are narrower. And the programs
-# that share a multiprocessor: each has as many tiles as it takes for all of them to run at once.
+# for K up to 64 and up to 128. A decay per channel takes so many registers that tiles are narrower. And how many
+# programs may share a multiprocessor. A program gets enough tiles for all programs to run at once.
 HELD = {
     ("head", 4): (Tile(1, 2, 8), Tile(1, 2, 8)),
     ("head", 2): (Tile(1, 2, 16), Tile(1, 2, 8)),

@@ -221,7 +221,7 @@ def launches(target: str) -> Iterator[Launch]:
         for t in RECORDS[case.dtype.itemsize] if usual else DECODE[case.v_first, case.dtype.itemsize][-1:]:
             if not held:
                 yield Launch(f"{name}-BV={t.BV}", partial(call_decode, case, t))
-            elif not case.whole:
+            if (held or not usual) and not case.whole:
                 yield Launch(f"{name}-BV={t.BV}-commit", partial(call_commit, case, t, kept=case.v_first))
     for name, case in PREFILLS.items():
         if case.offsets:

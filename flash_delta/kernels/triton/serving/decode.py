@@ -248,8 +248,8 @@ def decode(
 
 
 def run_decode(c: Draft, s: Slots, o: Layout, choice: Tile | None = None, *, after: bool = False) -> None:
-    """Launches `decode`. In a prefill, rows are sequences. ``after``: the convolution is launched before. Products and
-    sums are not fused, since the compiler's choice would depend on the other code."""
+    """Launches `decode`. In a prefill, rows are sequences. ``after``: the convolution is launched before. The compiler
+    fuses no products and sums, since its choice would depend on the other code. token.py says which are fused."""
     p, x, pools, apart = c.p, c.x, c.p.pools, s.write_pool is not None
     pool, source = (s.write_pool, s.state_pool) if apart else (s.state_pool, x.initial_state)
     one, beside = alone(p), short(p) > 0 and not p.recurrent  # beside: it runs with the kernels of a prefill

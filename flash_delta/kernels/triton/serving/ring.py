@@ -8,7 +8,8 @@ decay [pages, tokens, HV] or, with a decay per channel, [pages, tokens, HV, K], 
 
 `decode_on_records` reads a row's state and applies records of one page to it: those of the draft's tokens that were
 accepted. It writes this state once, runs the row's new tokens, and writes their records to another page. Programs are
-those of `decode`. All programs of a head read the same k and decay, so a page cannot be read and written by one call.
+those of `decode`. But if tokens and records are few, a program holds them, and goes from tile to tile of a head
+(`held_tile`). All programs of a head read the same k and decay, so a page cannot be read and written by one call.
 
 `commit` only applies records, for rows of all layers: grid (B HV V / BV, layers). On the way it may leave a second
 state, after fewer records.
@@ -97,6 +98,7 @@ def load_four_keys(ring, page, t, count, h, hv, c, H, HV, K: tl.constexpr, CHANN
 
 @triton.jit
 def load_four_u(ring, page, t, count, hv, d, HV, V: tl.constexpr):
+    """`load_u` of record t and the three after it, as far as the page has so many."""
     first = load_u(ring, page, t, hv, d, HV, V, t < count)
     second = load_u(ring, page, t + 1, hv, d, HV, V, t + 1 < count)
     third = load_u(ring, page, t + 2, hv, d, HV, V, t + 2 < count)
@@ -114,7 +116,7 @@ def replay_four(last, keys, u, t, count, ty: tl.constexpr):
 
 @triton.jit
 def load_four_values(vs, ws, start, T, hv, d, V: tl.constexpr):
-    """`load_values` of a row's first four tokens. If it has fewer, the last one comes again."""
+    """`load_values` of a row's first four tokens. A shorter row repeats its last token."""
     first = load_values(vs, ws, start, hv, d, V, False)
     second = load_values(vs, ws, start + tl.minimum(1, T - 1), hv, d, V, False)
     third = load_values(vs, ws, start + tl.minimum(2, T - 1), hv, d, V, False)
@@ -336,7 +338,7 @@ def run_decode_on_records(c: Draft, s: Slots, o: Layout, choice: Tile | None = N
     usual = record_tiles(p, c.chip, c.every) if held is None else (held,)
     for t in usual if choice is None else (choice,):
         blocks = -(-p.V // columns(p, t))
-        parts = blocks if held is None else max(1, min(blocks, TOGETHER * c.chip.processors // (rows * p.HV)))
+        parts = blocks if held is None else max(1, min(blocks, TOGETHER * c.chip.processors // max(1, rows * p.HV)))
         tiles = -(-blocks // parts)
         launch_rule(
             c, decode_on_records, pointers, (rows * p.HV * -(-blocks // tiles), 1, 1), t,
