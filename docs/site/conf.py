@@ -36,7 +36,8 @@ maximum_signature_line_length = 80
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 OTHERS = r"(torch|transformers|collections|typing|types)\..*|ModuleType"
-PRIVATE = r"flash_delta\.(problem|ops\._context|parallel\.halo)\..*"  # named in signatures; no page has them
+# Named in signatures; no page has them.
+PRIVATE = r"flash_delta\.(problem|ops\._context|parallel\.halo|layers\.(packing|state))\..*"
 nitpick_ignore_regex = [("py:.*", f"{OTHERS}|{PRIVATE}")]
 
 html_theme = "furo"
