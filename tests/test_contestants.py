@@ -350,7 +350,7 @@ def test_what_runs_on_a_cpu(name):
 
 WIDTHS = {"gdn-widths", "kda-widths"}
 RELATIVES = {"comba", "delta-rule", "simple-gla", "family-gdn2", "family-gdp"}
-ALONE = {"cpu", "serving", "prompts", "family-kda"}  # others could run them, but take no part
+ALONE = {"cpu", "serving", "drafts", "kda-drafts", "prompts", "family-kda"}  # others could run them, but take no part
 STEPS_OF_LAYERS = {"step", "step-transformers"}
 OF_FLA = {f"fla-{member}-{kind}" for member in ("gdn", "kda") for kind in ("forward", "training")}
 GATES = {  # which rows of kda-gates each runs on such a GPU
