@@ -697,5 +697,13 @@ def test_records_are_judged_by_the_states_that_follow_from_them(group):
     assert load("records").unsupported(draft, entry.device) is None
 
 
+def test_a_call_without_a_graph_is_compared_with_eager_calls():
+    def result(eager, graph=None):
+        return Result(SMALL[0], "fla", eager_ms=Spread(eager, 0.0, 9.0), graph_ms=graph and Spread(graph, 0.0, 9.0))
+
+    assert result(6.0, 4.0).over(result(3.0, 1.0)) == 4.0
+    assert result(6.0).over(result(3.0, 1.0)) == result(6.0, 4.0).over(result(3.0)) == 2.0
+
+
 def test_result_needs_no_time():
     assert Result(SMALL[0], "fla", "it cannot").ms is None

@@ -44,6 +44,12 @@ class Result:
         """The time that comparisons use: that of the CUDA graph, if there is one."""
         return self.graph_ms or self.eager_ms
 
+    def over(self, other: "Result") -> float:
+        """The time of this result over that of another: of CUDA graphs, or of eager calls if one has no graph."""
+        graphs, eager = (self.graph_ms, other.graph_ms), (self.eager_ms, other.eager_ms)
+        mine, its = graphs if all(graphs) else eager
+        return mine.median / its.median
+
 
 @dataclass
 class Group:

@@ -114,7 +114,7 @@ def compared(group: Group) -> Iterator[tuple[str, dict[str, SpeedUp]]]:
         timed = {r.contestant: r for r in results if r.ms and r.contestant not in AGAIN}
         ours = timed.pop(OURS, None)
         if ours and timed:
-            peers = {name: SpeedUp(r.ms.median / ours.ms.median, apart(r, ours)) for name, r in timed.items()}
+            peers = {name: SpeedUp(r.over(ours), apart(r, ours)) for name, r in timed.items()}
             yield ours.workload.kind, peers
 
 

@@ -37,7 +37,7 @@ def times(group: Group) -> Table:
         peer = min(peers, key=_median, default=None)
         floor_ms, ratio = results[0].floor_ms, ""
         if ours and peer:
-            pair = peer.ms.median / ours.ms.median, apart(peer, ours)
+            pair = peer.over(ours), apart(peer, ours)
             ratio = _ratio(*pair)
             if PLAIN not in names:  # no mean over rows that are about different options
                 ratios.setdefault(ours.workload.kind, []).append(pair)
@@ -100,7 +100,7 @@ def remarks(group: Group) -> Iterator[str]:
     ours = {r.row: r for r in timed if r.contestant == OURS}
     marks = {mark for r in timed for mark in _marks(r, ours.get(r.row), group)}
     if NO_GRAPH in marks:
-        yield f"{NO_GRAPH} eager calls: there is no CUDA graph of this call"
+        yield f"{NO_GRAPH} eager calls: there is no CUDA graph of this call. Its ratio compares eager calls"
     if APART in marks:
         yield f"{APART} measured in another run than {OURS}, on the same kind of machine: the two did not take turns"
     given = {r.contestant: what for r in timed if (what := ready_made(r.contestant, r.workload))}
