@@ -674,7 +674,7 @@ def test_serving_is_compared_with_plain_calls(group):
     assert taking_part("gdn-pools", {"fla": "1.0"}) == {"fla": "1.0"}
     assert taking_part("prompts", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
     assert taking_part("kda-steps", installed).keys() == {"flash_delta", "fla", "flashinfer", "plain"}
-    assert taking_part("drafts", installed).keys() == {"flash_delta", "records"}
+    assert taking_part("drafts", installed).keys() == {"flash_delta", "records", "fla", "flashinfer"}
     assert taking_part("family-gdn2", installed).keys() == {"flash_delta", "triton", "fla"}
     assert eager(group).rows == []
     results = [

@@ -72,7 +72,7 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
       decode on a pool, and by plain calls of this library.
     * "comba", "delta-rule", "simple-gla": this library and fla.
     * "serving": this library, and plain calls of it.
-    * "drafts", "kda-drafts": this library, with a state for each token and with records.
+    * "drafts", "kda-drafts": this library, with a state for each token and with records, fla and FlashInfer.
     * "family-...": this library, also on Triton, and fla.
     * "gdn-pools", "kda-pools": all, and this library on each of its backends by name.
     * Other groups: all, but those that have only Kimi Delta Attention only in its groups.
@@ -91,7 +91,8 @@ def taking_part(group: str, installed: dict[str, str]) -> dict[str, str]:
         rules = {name: installed[name] for name in installed if name in (OURS, "fla", "flashinfer")}
         return rules | {PLAIN: __version__}
     if group.endswith("drafts"):
-        return dict.fromkeys((OURS, RECORDS), __version__)
+        own = {name: installed[name] for name in installed if name in (OURS, "fla", "flashinfer")}
+        return own | {RECORDS: __version__}
     if group == "serving":
         return dict.fromkeys((OURS, PLAIN), __version__)
     chosen = {name: installed[name] for name in installed if group.startswith("kda-") or name not in OF_KDA}

@@ -2,7 +2,8 @@
 
 On Hopper it refuses the backward pass of Gated DeltaNet with Triton >= 3.4.0 and < 3.7.1, which miscompile it. Its
 decoding ops return new states in float32 from every call. For KDA, fla also has a function that updates a pool in
-place, and this module calls that function.
+place, with a state for each token of a draft, and this module calls that function. After a rejected draft its op of
+Gated DeltaNet has to run the accepted tokens again, which is not timed.
 """
 
 import os
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_delta.testing import Workload, activations, options
-from flash_delta.testing.calls import Call, leaves, state_pool
+from flash_delta.testing.calls import Call, draft_pool, leaves, state_pool, without_state
 from workshop.bench.contestants import fla_layer, layer, separate
 from workshop.bench.contestants.call import NO_CHOICE
 from workshop.bench.contestants.tensors import activated
@@ -36,8 +37,16 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
         return "its Triton kernels need a GPU"
     if workload.hidden:
         return fla_layer.unsupported() if workload.of_fla else layer.unsupported()
+    if workload.recurrent and workload.T > 1 and (workload.tree or workload.lengths):
+        return "its drafts are chains of one length"
     if workload.disable_recompute and workload.member == "gdn":
         return NO_CHOICE
+    return None
+
+
+def ready_made(workload: Workload) -> str | None:
+    if workload.kind == "decode" and workload.T > 1 and workload.member == "gdn":
+        return "it keeps no state for each token: after a rejected draft it runs the accepted tokens again, not timed"
     return None
 
 
@@ -96,6 +105,8 @@ def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
 def _decode_kda(workload: Workload, x: dict[str, Tensor]) -> Call:
     from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
+    if workload.T > 1:
+        return _draft_kda(workload, x)
     (pool, slots), chosen = state_pool(x), activations(workload)
     inputs = x | {"initial_state": pool}
     out = x["v"].new_empty(x["v"].shape)  # a server has such a buffer; without it every call makes and zeros one
@@ -113,5 +124,21 @@ def _decode_kda(workload: Workload, x: dict[str, Tensor]) -> Call:
         return fused_recurrent_kda_fwd(
             **inputs, **chosen, ssm_state_indices=slots, inplace_final_state=True, state_v_first=True, out=out
         )
+
+    return Call(run, inputs, state_v_first=True)
+
+
+def _draft_kda(workload: Workload, x: dict[str, Tensor]) -> Call:
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+
+    pool, read, write, states = draft_pool(workload, x)
+    states.copy_(pool[read])  # it reads the slot of the last accepted token
+    inputs, chosen = without_state(x) | {"initial_state": pool}, activations(workload)
+    chosen |= {"ssm_state_indices": write, "num_accepted_tokens": torch.full_like(read, workload.T)}
+    out = x["v"].new_empty(x["v"].shape)
+
+    def run() -> tuple[Tensor, Tensor]:
+        o, _ = fused_recurrent_kda_fwd(**inputs, **chosen, inplace_final_state=True, state_v_first=True, out=out)
+        return o, states
 
     return Call(run, inputs, state_v_first=True)

@@ -2,7 +2,8 @@
 
 It has only inference, K = V = 128, in bfloat16 and float16. For Gated DeltaNet it has prefill of packed sequences from
 log decays. It also decodes from raw activations on a pool of states, with separate kernels for float32 and bfloat16
-states. Its kernels for KDA need Blackwell.
+states. It verifies drafts with a state for each token; its form that keeps the inputs instead needs Blackwell, and so
+do its kernels for KDA.
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flash_delta import fused_gdn_gate
 from flash_delta.testing import Workload
-from flash_delta.testing.calls import Call, state_pool
+from flash_delta.testing.calls import Call, draft_pool, state_pool, without_state
 from workshop.bench.contestants import separate
 from workshop.bench.contestants.call import NO_LAYER
 from workshop.bench.contestants.tensors import bounds
@@ -34,6 +35,12 @@ def unsupported(workload: Workload, device: torch.device) -> str | None:
         return "its decoding takes raw activations and a state"
     if workload.recurrent and workload.state_dtype not in ("float32", "bfloat16"):
         return "its decoding takes states in float32 or bfloat16 only"
+    if (
+        workload.recurrent
+        and workload.T > 1
+        and (workload.tree or workload.lengths or workload.state_dtype != "float32")
+    ):
+        return "its drafts are chains of one length, with states in float32"
     return None
 
 
@@ -46,7 +53,9 @@ def ready_made(workload: Workload) -> str | None:
 
 
 def prepare(workload: Workload, x: dict[str, Tensor]) -> Call:
-    return _decode(workload, x) if workload.recurrent else _prefill(workload, x)
+    if not workload.recurrent:
+        return _prefill(workload, x)
+    return _draft(workload, x) if workload.T > 1 else _decode(workload, x)
 
 
 def _prefill(workload: Workload, x: dict[str, Tensor]) -> Call:
@@ -113,3 +122,27 @@ def _decode(workload: Workload, x: dict[str, Tensor]) -> Call:
         return separate.prepare_step(workload, x, lambda *given: step(*given)[0])
     q, k, v = (x[name] for name in "qkv")
     return Call(lambda: step(q, k, v, pool, slots), {**x, "initial_state": pool}, state_v_first=True)
+
+
+def _draft(workload: Workload, x: dict[str, Tensor]) -> Call:
+    from flashinfer.gdn_decode import gated_delta_rule_mtp
+
+    pool, read, write, states = draft_pool(workload, x)
+    inputs = without_state(x)
+    output = x["v"].new_empty(x["v"].shape)  # a server has such a buffer
+
+    def run() -> tuple[Tensor, Tensor]:
+        o, _ = gated_delta_rule_mtp(
+            **{name: inputs[name] for name in ("q", "k", "v", "A_log", "dt_bias")},
+            a=inputs["g"],
+            b=inputs["beta"],
+            initial_state=pool,
+            initial_state_indices=read,
+            ssm_state_indices=write,
+            disable_state_update=False,
+            output=output,
+            use_qk_l2norm=workload.l2norm,
+        )
+        return o, states
+
+    return Call(run, inputs | {"initial_state": pool}, state_v_first=True)
