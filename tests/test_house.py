@@ -32,10 +32,10 @@ MAY_IMPORT = {
     "page": set(),
     "training": {"models", "parallel"},
     "report": {"training", "models", "layers", "ops", "page"},
-    "testing": {"reference", "problem"},
+    "testing": {"reference", "backend", "problem"},
     "compiler": {"ops", "kernels"},
     "packs": {"integrations", "layers", "ops"},
-    "cli": {"report", "training", "models", "ops", "testing", "compiler", "packs"},
+    "cli": {"report", "training", "models", "ops", "testing", "compiler", "packs", "integrations"},
     # The workshop's rooms. No room of the library may import them.
     "workshop.check": {"testing", "reference", "problem"},
     # Layers of transformers are contestants, and what is around the rule stands beside those that lack it.
@@ -74,7 +74,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 41_197, "workshop": 6_282, "tests": 35_719}
+LINES = {"flash_delta": 41_473, "workshop": 6_282, "tests": 35_891}
 
 
 def room(path: Path) -> str:

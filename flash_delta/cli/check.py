@@ -1,12 +1,13 @@
 """`flash-delta check`: every op and gradient against the float64 reference, on this machine."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flash_delta.cli.checking import all_right, same_when_shared
 from flash_delta.cli.files import PATH
+from flash_delta.cli.states import FEWEST, TOKENS, states_fit
 
 
 def check(
@@ -21,6 +22,14 @@ def check(
     shared: Annotated[bool, typer.Option("--shared", help="Only check processes that share a GPU.")] = False,
     rounds: Annotated[int | None, typer.Option(help="With --shared: calls of each kind; 500.", min=1)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what --json's file has that is right.")] = False,
+    states: Annotated[
+        str | None,
+        typer.Option(help="Only look at the states of a model: a run, folder or name.", metavar="MODEL"),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="With --states: what it reads; Python's own library.", **PATH)
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help=f"With --states: so many tokens; {TOKENS:,}.", min=FEWEST)] = None,
 ) -> None:
     """Compare outputs and all gradients with the token-by-token recurrence in float64; exit code 1 if any is off.
 
@@ -32,16 +41,28 @@ def check(
 
     --shared calls training, prefill on pools and decoding in --processes side by side, with long work between calls.
     Every result has to have the bits that it has when its process works alone.
+
+    --states lets a model read a text. For each of its layers with a recurrent state it prints how large the state gets,
+    and the error of pools in float32, bfloat16 and float16: the state is rounded after every token, as decoding does.
+    Exit code 1 if float16 does not hold a state, or if it costs more than bfloat16. --json gets these numbers.
     """
-    if shared:
-        others = {"full": full, "widths": widths, "hard": hard, "case": case, "backend": backend}
-        for name, value in (others | {"json": results, "resume": resume}).items():
-            if value:
-                raise ValueError(f"{name}: expected no such option beside --shared, got {value}")
-        if not same_when_shared(device, processes, rounds or 500):
-            raise typer.Exit(1)
-        return
-    if rounds is not None:
-        raise ValueError(f"rounds: expected no number without --shared, got {rounds}")
-    if not all_right(device, full, widths, hard, case, backend, processes, results, resume):
+    cases = {"full": full, "widths": widths, "hard": hard, "case": case, "backend": backend, "resume": resume}
+    if states is not None:
+        _refuse("beside --states", cases | {"shared": shared, "rounds": rounds})
+        right = states_fit(states, device, text, tokens or TOKENS, results)
+    else:
+        _refuse("without --states", {"text": text, "tokens": tokens})
+        if shared:
+            _refuse("beside --shared", cases | {"json": results})
+            right = same_when_shared(device, processes, rounds or 500)
+        else:
+            _refuse("without --shared", {"rounds": rounds})
+            right = all_right(device, full, widths, hard, case, backend, processes, results, resume)
+    if not right:
         raise typer.Exit(1)
+
+
+def _refuse(where: str, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name}: expected no such option {where}, got {value}")
