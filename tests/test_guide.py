@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import flash_delta
 from flash_delta.cli.app import app
-from flash_delta.ops.serving import Convolution
+from flash_delta.ops.serving import Convolution, Ring, commit
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs/guide").glob("*.md"))
@@ -81,9 +81,9 @@ def test_every_tensor_of_an_engine_has_an_argument(engine):
     """One that exists: of the serving ops, or a field of what they take."""
     ops = [getattr(flash_delta, f"{call}_{rule}") for call in ("decode", "prefill") for rule in RULES]
     arguments = {name for op in ops for name in inspect.signature(op).parameters}
-    arguments |= {*Convolution._fields}
+    arguments |= {*Convolution._fields, *Ring._fields, *inspect.signature(commit).parameters}
     spoken = {"True", "Convolution", "decode_", "prefill_"}
-    spoken |= {"target_verify", "kv_cache", "transpose", "a", "b"}  # of the engines
+    spoken |= {"target_verify", "commit", "kv_cache", "transpose", "a", "b"}  # of the engines
     table = rows(engine)
     assert len(table) > 10
     for _, _, argument in table:

@@ -53,17 +53,17 @@ def verify(dispatcher, T, **more):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_an_argument_that_is_not_known(rule, caplog):
-    """SGLang's buffered decoding has some. The log says so once, and other calls still run here."""
+    """The log says so once, and other calls still run here."""
     dispatcher, pool = make(rule), torch.randn(SLOTS, HV, V, K)
     before = pool.clone()
     for _ in range(2):
-        assert decode(dispatcher, rule, pool, replayssm_d=torch.zeros(3)) == THEIRS
+        assert decode(dispatcher, rule, pool, new=torch.zeros(3)) == THEIRS
     assert torch.equal(pool, before)
     (warning,) = warnings(caplog)
     assert warning == (
-        "FLASH_DELTA_SGLANG: SGLang's own code runs this call of decode: replayssm_d: expected None, got a Tensor"
+        "FLASH_DELTA_SGLANG: SGLang's own code runs this call of decode: new: expected None, got a Tensor"
     )
-    assert decode(dispatcher, rule, pool, replayssm_d=None).shape == (1, 3, HV, V)
+    assert decode(dispatcher, rule, pool, new=None).shape == (1, 3, HV, V)
 
 
 def test_what_the_ops_refuse(caplog):
@@ -128,15 +128,6 @@ def test_what_sglang_asks_its_kernels_and_what_the_log_says(caplog):
     assert second.endswith("in SGLang 0.5.23 (tested): KDAKernelDispatcher: decode, extend, verify")
 
 
-def test_drafts_that_sglang_verifies_without_a_dispatcher(caplog):
-    sys.modules["sglang.srt.runtime_context"].get_exec().mamba.enable_linear_replayssm_spec = True
-    with caplog.at_level(logging.INFO, "sglang.flash_delta"):
-        make("gated_delta_rule")
-    (warning,) = warnings(caplog)
-    assert warning.endswith("SGLang's own code verifies drafts, because of --enable-linear-replayssm-spec")
-    assert caplog.messages[-1].endswith("GDNKernelDispatcher: decode, extend")
-
-
 def test_a_second_call_changes_nothing(monkeypatch):
     plugin.register()
     cls, hooked = dispatcher_class("kda"), vars(dispatcher_class("kda")).copy()
@@ -166,7 +157,7 @@ def test_other_methods_are_left_alone(caplog):
     dispatcher_class("kda").decode = decode
     plugin.register()
     assert dispatcher_class("kda").decode is decode
-    assert plugin._active == [next(iter(plugin.DISPATCHERS)), plugin.TRACKED]
+    assert plugin._active == [next(iter(plugin.DISPATCHERS)), *plugin.FEATURES]
     assert warnings(caplog)[0].endswith("KDAKernelDispatcher: decode takes self, hidden_states")
 
 

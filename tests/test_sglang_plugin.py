@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_delta.integrations.sglang import plugin, tracked
+from flash_delta.integrations.sglang import plugin, replay, tracked
 from flash_delta.reference.activation import NORM_EPS
 
 H, HV, K, V, SLOTS = 2, 4, 16, 16, 9
@@ -76,13 +76,33 @@ class BatchMetadata:
     track_ssm_h_src: torch.Tensor  # the sequences whose states are copied from the buffer
 
 
+@dataclass(frozen=True)
+class State:
+    """The tensors of a pool that drafts need."""
+
+    temporal: torch.Tensor
+    conv: list
+    intermediate_conv_window: list
+    replayssm_d: torch.Tensor | None = None
+    replayssm_k: torch.Tensor | None = None
+    replayssm_g: torch.Tensor | None = None
+    replayssm_rawv: torch.Tensor | None = None
+    replayssm_rawk: torch.Tensor | None = None
+    replayssm_beta: torch.Tensor | None = None
+
+    def at_layer_idx(self, n):
+        tensors = vars(self).values()
+        return State(*([x[n] for x in t] if isinstance(t, list) else t if t is None else t[n] for t in tensors))
+
+
 class Backend:
     """Its batch is in a CUDA graph or not."""
 
     forward_metadata = prefill_graph_metadata = None
 
-    def __init__(self, dispatcher):
+    def __init__(self, dispatcher, pool=None):
         self.kernel_dispatcher = dispatcher
+        self.req_to_token_pool = SimpleNamespace(mamba_pool=pool or SimpleNamespace(enable_linear_replayssm_spec=False))
 
     def _track_mamba_state_extend(
         self, forward_batch, h, ssm_states, forward_metadata, track_states=None, *, h_track_buf=None
@@ -98,12 +118,19 @@ def kda_track_ssm_state(ssm_pool, h_track, track_mode, track_dst, cache_indices)
         ssm_pool[track_dst[track_mode == mode]] = row[track_mode == mode]
 
 
+def theirs(path):
+    """A function of SGLang's with the parameters that it has there."""
+    scope = {}
+    exec(f"def function({', '.join(replay.PARAMETERS[path].split())}): return {THEIRS!r}", scope)
+    return scope["function"]
+
+
 def fresh():
     """SGLang's modules, as far as the plugin asks for them."""
-    options = SimpleNamespace(mamba=SimpleNamespace(enable_linear_replayssm_spec=False))
     base = type("MambaAttnBackendBase", (Backend,), {})
     made = {
-        "sglang.srt.runtime_context": {"get_exec": lambda: options},
+        "sglang.srt.mem_cache.memory_pool": {"MambaPool": type("MambaPool", (), {"SpeculativeState": State})},
+        **{path.partition(":")[0]: {path.partition(":")[2]: theirs(path)} for path in replay.FOLDED},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         f"{tracked.ATTENTION}.hybrid_linear_attn_backend": {"MambaAttnBackendBase": base},
         f"{plugin.BACKENDS}.kda_prefill_graph": {"kda_track_ssm_state": kda_track_ssm_state} | tracked.MODES,
@@ -112,7 +139,9 @@ def fresh():
         made[f"{plugin.BACKENDS}.{name.lower()}_backend"] = {
             f"{name}KernelDispatcher": type(f"{name}KernelDispatcher", (Dispatcher,), {}),
             f"Triton{name}Kernel": kernel,
-            f"{name}AttnBackend": type(f"{name}AttnBackend", (base,), {}),
+            f"{name}AttnBackend": type(
+                f"{name}AttnBackend", (base,), {"_replayssm_target_verify": theirs(replay.VERIFY)}
+            ),
         }
     for name, values in made.items():
         module = ModuleType(name)
@@ -254,10 +283,10 @@ def extend(rule, x, parameters, dispatcher=None, **more):
     return (dispatcher or make(rule)).extend(q=x[0], k=x[1], v=x[2], g=g, beta=beta, **more)
 
 
-def make_backend(rule):
+def make_backend(rule, *pool, kernel=None):
     """A backend, and with it its dispatcher."""
-    dispatcher, name = make(rule), "GDN" if rule == "gated_delta_rule" else "KDA"
-    return getattr(sys.modules[f"{plugin.BACKENDS}.{name.lower()}_backend"], f"{name}AttnBackend")(dispatcher)
+    dispatcher, name = make(rule, kernel), "GDN" if rule == "gated_delta_rule" else "KDA"
+    return getattr(sys.modules[f"{plugin.BACKENDS}.{name.lower()}_backend"], f"{name}AttnBackend")(dispatcher, *pool)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

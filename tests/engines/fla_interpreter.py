@@ -1,4 +1,4 @@
-"""fla's kernels on a CPU, in Triton's interpreter: `prepare` before fla is imported, `repair` after."""
+"""Kernels of fla and SGLang on a CPU, in Triton's interpreter: `prepare` before they are imported, `repair` after."""
 
 import builtins
 import sys
@@ -19,7 +19,7 @@ def prepare() -> None:
 def repair() -> None:
     """Numbers that a kernel's loop counts are tensors for Triton, and integers of Python for its interpreter."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("fla."):
+        if name.startswith(("fla.", "sglang.kernels.")):
             module.range = _range
 
 

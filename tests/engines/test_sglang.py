@@ -10,13 +10,13 @@ import pytest
 import torch
 from engine_tables import missing
 
-from flash_delta.integrations.sglang import plugin, tracked
+from flash_delta.integrations.sglang import plugin, replay, tracked
 from flash_delta.integrations.sglang.calls import fill_tracked
 
 if find_spec("sglang") is None or find_spec("triton") is None:
     pytest.skip("it needs SGLang and Triton", allow_module_level=True)
 
-from fla_interpreter import prepare
+import fla_interpreter
 from sglang_stubs import put_stubs, repair
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,21 +30,22 @@ ROUNDED = {"rtol": 4e-3, "atol": 4e-3}  # of prompts, whose q, k and v SGLang ta
 def dispatchers():
     """By rule: SGLang's, made after it has applied our hooks."""
     put_stubs()
-    prepare()
+    fla_interpreter.prepare()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(plugin.VARIABLE, "1")
         patch.setattr(torch.cpu, "device", lambda *_: contextlib.nullcontext(), raising=False)
         plugin.register()
-        assert plugin.TRACKED in plugin._active
+        assert {*plugin.FEATURES} <= {*plugin._active}
         importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
-        options = SimpleNamespace(mamba=SimpleNamespace(**{plugin.REPLAY: False}))  # a server would publish them
-        patch.setattr(importlib.import_module("sglang.srt.runtime_context"), "get_exec", lambda: options)
         triton = importlib.import_module(f"{plugin.BACKENDS}.utils").LinearAttnKernelBackend.TRITON
         made = {}
         for rule, path in zip(RULES, plugin.DISPATCHERS, strict=True):
             module, _, name = path.rpartition(".")
             made[rule] = getattr(importlib.import_module(module), name)(triton, triton, triton)
+        importlib.import_module(replay.CIRCULAR.partition(":")[0])
+        importlib.import_module(replay.EXACT.partition(":")[0])
         repair()
+        fla_interpreter.repair()
         yield made
 
 
@@ -115,7 +116,8 @@ def backend_of(rule, dispatcher):
     name = "GDNAttnBackend" if rule == "gated_delta_rule" else "KDAAttnBackend"
     cls = getattr(importlib.import_module(f"{plugin.BACKENDS}.{name[:3].lower()}_backend"), name)
     backend = object.__new__(cls)
-    tracked.introduce(lambda self: setattr(self, "kernel_dispatcher", dispatcher), backend)
+    backend.kernel_dispatcher = dispatcher
+    tracked.introduce(backend)
     return backend
 
 
@@ -162,11 +164,6 @@ def test_extend(dispatchers, rule, graph):
     torch.testing.assert_close(*((o if graph else o[0]) for o in (ours, theirs)), **ROUNDED)
     torch.testing.assert_close(*pools, **ROUNDED)
     assert kept[0].isnan().all()
-
-
-def test_sglang_has_the_option_by_which_drafts_pass_by_a_dispatcher():
-    fields = importlib.import_module("sglang.srt.arg_groups.fields.exec_").ExecMamba.__struct_fields__
-    assert plugin.REPLAY in fields
 
 
 def test_the_guide_names_what_sglang_has():

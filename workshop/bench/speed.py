@@ -44,6 +44,8 @@ NAMES = {
     "kda-widths": "KDA widths",
     "decode": "GDN decode",
     "kda-decode": "KDA decode",
+    "drafts": "GDN drafts",
+    "kda-drafts": "KDA drafts",
     "layer": "Layer",
     "fla-gdn-forward": "GDN layer forward",
     "fla-gdn-training": "GDN layer training",

@@ -11,17 +11,20 @@ from torch import Tensor
 
 import flash_delta
 from flash_delta.integrations.sglang.tracked import CHUNK, Tracked, mark
+from flash_delta.ops.serving import Ring
 
 LONGEST_DRAFT = 16
-# Arguments that only SGLang's own kernels need: copies of lengths on the host, plans, another kernel's output.
+# Arguments that only SGLang's own kernels need: copies of lengths on the host, plans, another kernel's output, rings
+# for tokens, which are not used if a call has no place in them.
 IGNORED = {
     "chunk_indices", "chunk_offsets", "extend_prefix_lens", "extend_seq_lens_cpu", "is_spec_decode", "layer_id",
-    "num_state_checkpoints", "output", "stable_rows", "state_checkpoint_cu_starts", "state_checkpoint_every_n_tokens",
-    "state_checkpoint_indices", "track_ssm_h_batch_src", "track_ssm_h_src",
+    "num_state_checkpoints", "output", "replayssm_d", "replayssm_force_flush", "replayssm_g", "replayssm_k",
+    "stable_rows", "state_checkpoint_cu_starts", "state_checkpoint_every_n_tokens", "state_checkpoint_indices",
+    "track_ssm_h_batch_src", "track_ssm_h_src",
 }  # fmt: skip
 
 
-class Refused(Exception):
+class Refused(ValueError):
     """A call that these ops do not take."""
 
 
@@ -34,9 +37,11 @@ class Call(NamedTuple):
 def packed_decode(
     rule: str, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
     ssm_states: Tensor, cache_indices: Tensor, num_v_heads: int, head_v_dim: int, lower_bound: float | None = None,
-    **more: Any,
+    replayssm_write_pos: Tensor | None = None, **more: Any,
 ) -> Call:  # fmt: skip
-    """One token for each row, q, k and v side by side."""
+    """One token for each row, q, k and v side by side. With ``replayssm_write_pos`` the token waits in a ring."""
+    if replayssm_write_pos is not None:
+        raise Refused("--enable-linear-replayssm: expected a state after every token, got a ring of tokens that wait")
     K, values = ssm_states.shape[-1], num_v_heads * head_v_dim
     keys = (mixed_qkv.shape[-1] - values) // 2
     q, k, v = mixed_qkv[None].split([keys, keys, values], -1)
@@ -64,11 +69,12 @@ def decode(
 
 def target_verify(
     rule: str, A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
-    ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor, intermediate_states_buffer: Tensor,
-    intermediate_state_indices: Tensor, cache_steps: int, retrieve_parent_token: Tensor | None,
-    lower_bound: float | None = None, **more: Any,
+    ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor, intermediate_states_buffer: Tensor | None,
+    intermediate_state_indices: Tensor | None, cache_steps: int, retrieve_parent_token: Tensor | None,
+    lower_bound: float | None = None, ring: Ring | None = None, **more: Any,
 ) -> Call:  # fmt: skip
-    """Drafts, packed: the pool is read, and the states after each token go to SGLang's buffer [rows, drafts, ...]."""
+    """Drafts, packed: the pool is read, and the states after each token go to SGLang's buffer [rows, drafts, ...]. With
+    a ring their records go there (replay.py)."""
     _check_more(more)
     if cache_steps > LONGEST_DRAFT:
         raise Refused(f"cache_steps: expected at most {LONGEST_DRAFT}, got {cache_steps}")
@@ -76,9 +82,13 @@ def target_verify(
     parents = None if retrieve_parent_token is None else retrieve_parent_token[:count]
     arguments = _raw_gates(rule, q.shape[:2], v, k, a, b, A_log, dt_bias, lower_bound) | {
         "q": q, "k": k, "v": v, "state_pool": ssm_states, "read_indices": cache_indices[:count],
-        "write_pool": intermediate_states_buffer, "write_indices": intermediate_state_indices[:count],
         "parent_idx": parents, "cu_seqlens": query_start_loc,
     }  # fmt: skip
+    if ring is None:
+        arguments["write_pool"] = intermediate_states_buffer
+        arguments["write_indices"] = intermediate_state_indices[:count]
+    else:
+        arguments["ring"] = ring._replace(write=ring.write[:count])
     return Call(getattr(flash_delta, f"decode_{rule}"), arguments, lambda o: o)
 
 

@@ -3,8 +3,8 @@
 Every process of SGLang calls `register` (entry point ``sglang.srt.plugins``). It puts hooks around the methods
 ``packed_decode``, ``decode``, ``extend`` and ``target_verify`` of SGLang's dispatchers, by which linear attention calls
 kernels. The ops use SGLang's own tensors: its pool of states, its slots, its buffer for drafts. Prompts leave the
-states that the radix cache keeps in the pool (tracked.py). SGLang still runs the convolution and the output
-norm.
+states that the radix cache keeps in the pool (tracked.py). With ``--enable-linear-replayssm-spec`` drafts leave records
+in SGLang's rings (replay.py). SGLang still runs the convolution and the output norm.
 
 ``FLASH_DELTA_SGLANG=1`` switches the plugin on. It is off by default because it has run only on CPUs. If SGLang was
 told to run another kernel than its Triton kernel, that kernel runs. SGLang's own code runs calls that these ops do not
@@ -17,11 +17,11 @@ import os
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module, metadata
-from pkgutil import resolve_name
 from typing import Any
 
 import flash_delta
 from flash_delta.integrations._refusal import refusal
+from flash_delta.integrations.sglang import replay, tracked
 from flash_delta.integrations.sglang.calls import (
     Call,
     Refused,
@@ -31,13 +31,13 @@ from flash_delta.integrations.sglang.calls import (
     packed_decode,
     target_verify,
 )
-from flash_delta.integrations.sglang.tracked import BACKENDS, find_tracked, hooks, unlike
+from flash_delta.integrations.sglang.tracked import BACKENDS, find_tracked
 
 VARIABLE = "FLASH_DELTA_SGLANG"
 TESTED = ("0.5.23",)
-DISPATCHERS = {  # for each, our rule, and the kernel that our ops replace
-    f"{BACKENDS}.gdn_backend.GDNKernelDispatcher": ("gated_delta_rule", "TritonGDNKernel"),
-    f"{BACKENDS}.kda_backend.KDAKernelDispatcher": ("kda", "TritonKDAKernel"),
+DISPATCHERS = {  # for each, our rule, the kernel that our ops replace, and the class that has a dispatcher
+    f"{BACKENDS}.gdn_backend.GDNKernelDispatcher": ("gated_delta_rule", "TritonGDNKernel", "GDNAttnBackend"),
+    f"{BACKENDS}.kda_backend.KDAKernelDispatcher": ("kda", "TritonKDAKernel", "KDAAttnBackend"),
 }
 METHODS = {  # the function that makes our call, and the dispatcher's attribute with SGLang's kernel
     "packed_decode": (packed_decode, "decode_kernel"),
@@ -45,13 +45,12 @@ METHODS = {  # the function that makes our call, and the dispatcher's attribute 
     "extend": (extend, "extend_kernel"),
     "target_verify": (target_verify, "verify_kernel"),
 }
-
-CONFIGURATION = "sglang.srt.runtime_context:get_exec"  # the function that returns SGLang's
-REPLAY = "enable_linear_replayssm_spec"  # with this option SGLang's backends do not ask a dispatcher to verify drafts
 TRACKED = "prompts whose states the radix cache keeps"
+REPLAY = "drafts with --enable-linear-replayssm-spec"
+FEATURES = {TRACKED: tracked, REPLAY: replay}  # modules that hook more than a dispatcher
 
 logger = logging.getLogger("sglang.flash_delta")
-_active: list[str] = []  # dispatchers that have hooks, and TRACKED
+_active: list[str] = []  # dispatchers that have hooks, and features
 
 
 def register() -> None:
@@ -63,14 +62,15 @@ def register() -> None:
     """
     if os.environ.get(VARIABLE) != "1" or _version() is None:
         return
-    for path, (rule, kernel) in DISPATCHERS.items():
-        if path not in _active and _fits(path, partial(_unlike, path, kernel)):
-            _hook(path, rule, kernel)
+    for path, (rule, kernel, backend) in DISPATCHERS.items():
+        if path not in _active and _fits(path, partial(_unlike, path, kernel, backend)):
+            _hook(path, rule, kernel, backend)
             _active.append(path)
-    if _active and TRACKED not in _active and _fits(TRACKED, unlike):
-        for path, ours in hooks():
-            _around(path, ours)
-        _active.append(TRACKED)
+    for name, feature in FEATURES.items() if _active else ():
+        if name not in _active and _fits(name, feature.unlike):
+            for path, ours in feature.hooks():
+                _around(path, ours)
+            _active.append(name)
 
 
 def _fits(name: str, unlike: Callable[[], str | None]) -> bool:
@@ -90,11 +90,12 @@ def _version() -> str | None:
         return None
 
 
-def _unlike(path: str, kernel: str) -> str | None:
+def _unlike(path: str, kernel: str, backend: str) -> str | None:
     """Why our hooks do not fit SGLang's dispatcher, or None."""
     module, _, name = path.rpartition(".")
     module = import_module(module)
-    resolve_name(CONFIGURATION)
+    if not hasattr(module, backend):
+        return f"there is no {backend}"
     if not hasattr(getattr(module, kernel), "supports_track_state_snapshot"):
         return f"{kernel} says nothing of states that the radix cache keeps"
     for method, (ours, _) in METHODS.items():
@@ -112,8 +113,9 @@ def _named(parameters: Any) -> set[str]:
     return {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
-def _hook(path: str, rule: str, kernel: str) -> None:
+def _hook(path: str, rule: str, kernel: str, backend: str) -> None:
     _around(f"{path}.__init__", partial(_make, kernel))
+    _around(f"{path.rpartition('.')[0]}.{backend}.__init__", partial(_make_backend, rule, kernel))
     for method in METHODS:
         _around(f"{path}.{method}", partial(_serve, method, rule, kernel))
 
@@ -127,14 +129,10 @@ def _around(path: str, ours: Callable) -> None:
 def _make(kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Makes a dispatcher. SGLang asks its kernels what they support. The log says which kernels our ops replace."""
     theirs(self, *args, **kwargs)
-    options = getattr(resolve_name(CONFIGURATION)(), "mamba", None)  # not every version has them
-    ours, replays = [], getattr(options, REPLAY, False)
+    ours = []
     for name in ("decode_kernel", "extend_kernel", "verify_kernel"):
         found = getattr(self, name)
-        if replays and name == "verify_kernel":
-            option = REPLAY.replace("_", "-")
-            logger.warning("%s: SGLang's own code verifies drafts, because of --%s", VARIABLE, option)
-        elif type(found).__name__ == kernel:
+        if type(found).__name__ == kernel:
             found.supports_track_state_snapshot = True
             found.supports_fused_chain_verify = False  # this launch of SGLang bypasses the dispatcher
             ours.append(name.removesuffix("_kernel"))
@@ -147,6 +145,15 @@ def _make(kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -
     logger.info("flash_delta %s in SGLang %s (%s): %s: %s", flash_delta.__version__, version, tested, name, replaced)
 
 
+def _make_backend(rule: str, kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes the class that has a dispatcher, which then knows it."""
+    theirs(self, *args, **kwargs)
+    if TRACKED in _active:
+        tracked.introduce(self)
+    if REPLAY in _active and (reason := replay.adopt(self, rule, kernel)) is not None:
+        logger.warning("%s: SGLang's own code runs %s: %s", VARIABLE, REPLAY, reason)
+
+
 def _serve(method: str, rule: str, kernel: str, theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a call of a dispatcher's method, or lets SGLang's own code do it."""
     make, attribute = METHODS[method]
@@ -154,14 +161,15 @@ def _serve(method: str, rule: str, kernel: str, theirs: Callable, self: Any, *ar
         attribute = "tree_verify_kernel"
     if type(getattr(self, attribute)).__name__ != kernel:
         return theirs(self, *args, **kwargs)
-    reason = None
-    given = kwargs
+    given = replay.with_ring(kwargs)
     if kwargs.get("track_state") is not None:
         given = kwargs | {"tracked": find_tracked(self, kwargs["cache_indices"], kwargs["track_chunk_idx"])}
     try:
         call = make(rule, *args, **given)
-        reason = _reason(self, call)
+        reason = None if "ring" in given else _reason(self, call)
     except Refused as refused:
+        if "ring" in given:  # SGLang's own code does not know our records
+            raise
         reason = str(refused)
     if reason is None:
         return call.result(call.op(**call.arguments))

@@ -16,7 +16,6 @@ from torch import Tensor
 CHUNK = 64  # tokens between two states that the radix cache may keep
 ATTENTION = "sglang.srt.layers.attention"
 BACKENDS = f"{ATTENTION}.linear"
-MAKERS = (f"{BACKENDS}.gdn_backend.GDNAttnBackend.__init__", f"{BACKENDS}.kda_backend.KDAAttnBackend.__init__")
 GRAPH = f"{BACKENDS}.kda_prefill_graph"  # of prompts in CUDA graphs
 MODES = {"TRACK_FINAL_STATE": 1, "TRACK_CHUNK_STATE": 2}  # what SGLang keeps of a prompt in a graph; 0: nothing
 
@@ -51,10 +50,9 @@ def is_marked(buffer: Tensor | None) -> bool:
     return hasattr(buffer, "_flash_delta_in_pool")
 
 
-def introduce(theirs: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes a backend, which its dispatcher then knows."""
-    theirs(self, *args, **kwargs)
-    self.kernel_dispatcher._flash_delta_backend = self
+def introduce(backend: Any) -> None:
+    """Tells a dispatcher of its backend."""
+    backend.kernel_dispatcher._flash_delta_backend = backend
 
 
 def keep(
@@ -86,7 +84,6 @@ HOOKS = {
 def hooks() -> Iterator[tuple[str, Callable]]:
     """SGLang's functions and our hooks for them."""
     yield from ((path.replace(":", "."), ours) for path, ours in HOOKS.items())
-    yield from ((path, introduce) for path in MAKERS)
 
 
 def unlike() -> str | None:
