@@ -1,6 +1,6 @@
 """The ``torch`` backend for convolution, norm and gate around the rule. Autograd differentiates these functions.
 
-They compute in float32, or in float64 for float64 inputs, and return the inputs' dtype.
+They compute in float32, or in float64 for float64 inputs, and return the inputs' dtype. States at rest are in int8.py.
 """
 
 import torch
@@ -13,14 +13,32 @@ from flash_delta.problem import (
     ElementwiseProblem,
     Gated,
     GateProblem,
+    Int8Problem,
     KnownCall,
     Normalized,
     NormProblem,
 )
 from flash_delta.reference.activation import naive_gdn_gate, naive_kda_gate, naive_kda_lowerbound_gate
+from flash_delta.reference.int8 import move_states
+
+__all__ = [
+    "convolve",
+    "convolve_backward",
+    "convolve_token",
+    "gate",
+    "move_states",
+    "normalize",
+    "normalize_backward",
+    "preference",
+    "slide",
+    "unsupported",
+]
 
 
 def unsupported(problem: ElementwiseProblem) -> str | None:
+    """Why this backend cannot run ``problem``; None if it can."""
+    if isinstance(problem, Int8Problem) and problem.device.type != "cpu":
+        return f"it reads the indices of slots on the host, but they are on {problem.device}"
     return None
 
 
