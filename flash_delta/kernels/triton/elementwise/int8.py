@@ -100,7 +100,6 @@ def dequantize_states(
 
 
 ROWS, NUMBERS = 32, 8192  # in a tile, at most
-WARPS = Tile(4, 1)
 
 
 def plan_move(p: Int8Problem, chip: Chip, x: Resting) -> Plan:
@@ -116,7 +115,8 @@ def plan_move(p: Int8Problem, chip: Chip, x: Resting) -> Plan:
     strides = (_strides(t, p.axis) for t in (x.state_pool, x.states, x.scale))
     numbers = source.shape[1], target.shape[1], p.null_slot, x.read_indices.stride(0), x.write_indices.stride(0)
     constants = {"KEPT": kept, "BN": BN, "REDUCED": reduced, "BR": BR}
-    step = Step(kernel, (programs, layers, 1), WARPS, (*x, *numbers, *strides, HV), constants, contracts=False)
+    tile = Tile(4 if BN * BR <= NUMBERS // 2 else 8, 1)
+    step = Step(kernel, (programs, layers, 1), tile, (*x, *numbers, *strides, HV), constants, contracts=False)
     return Plan((step,), (), ())
 
 
