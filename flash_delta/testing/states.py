@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from flash_delta.reference.int8 import restore, round_to_int8
+from flash_delta.reference.elementwise import restore, round_to_int8
 from flash_delta.reference.step import activated, advance
 from flash_delta.testing.accuracy import relative_error
 from flash_delta.testing.machine import machine

@@ -2,10 +2,10 @@
 
     s = amax / 127, rounded so that q s is exact        q = round(x / s)        y = q s
 
-The equations and their bounds are those of reference/int8.py, with the same bits. Numbers that share a scale are along
-the axis of a state that is reduced. The other axis is kept. A program has BN places of the kept axis, for one head, one
-layer and one row of the call: grid (N HV KEPT / BN, layers). Strides of a tensor are those of layers, slots, heads, the
-kept axis and the reduced axis. So the same code has a scale per row or per column.
+The equations and their bounds are those of reference/elementwise.py, with the same bits. Numbers that share a scale
+are along the axis of a state that is reduced. The other axis is kept. A program has BN places of the kept axis, for one
+head, one layer and one row of the call: grid (N HV KEPT / BN, layers). Strides of a tensor are those of layers, slots,
+heads, the kept axis and the reduced axis. So the same code has a scale per row or per column.
 
 Only the device knows indices. A row with an index that names no slot is padding.
 """
