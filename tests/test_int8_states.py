@@ -305,10 +305,10 @@ def test_bad_calls(op, change, message):
 
 @needs_triton
 def test_states_that_are_too_wide():
-    pool = torch.zeros(1, 1, 2, 8200)
-    store = Int8States(pool.to(torch.int8), pool[..., :1].clone())
+    pool = torch.zeros(1, 1, 2, 8200, device=DEVICES["triton"])
+    store, rows = Int8States(pool.to(torch.int8), pool[..., :1].clone()), index(pool, 0)
     with pytest.raises(ValueError, match="it rounds states of up to 8192 rows and columns, they have 8200"):
-        quantize_states(pool.to(DEVICES["triton"]), ROWS[:1], store, ROWS[:1], backend="triton")
+        quantize_states(pool, rows, store, rows, backend="triton")
 
 
 def test_under_torch_compile():
