@@ -63,8 +63,8 @@ def quantize_states(
     * s is rounded so that q s is exact: in float32 downwards to 17 bits, in bfloat16 to nearest. Ties of q go to even.
     * Each number differs from q s by at most s / 2, apart from a part in 2^16 of s.
     * States that come back to a float32 pool give the same q and s again, bit for bit.
-    * A row with NaN or infinity comes back as NaN. A row of zeros comes back as zeros, and so does a row without a
-      number above 2^-127. The least scale apart from 0 is 2^-126.
+    * If a number is NaN or infinite, all numbers that share its scale come back as NaN. If no number of them is above
+      2^-127, all come back as zeros. The least scale apart from 0 is 2^-126.
 
     Args:
         state_pool: ``[slots, HV, V, K]`` or ``[slots, HV, K, V]``, float32, bfloat16 or float16, any strides. With
@@ -72,7 +72,7 @@ def quantize_states(
         read_indices: slots of the pool, ``[N]``, int32 or int64, for all layers. Rows may read the same slot.
         store: the states in int8, which are written. With layers both of its tensors have them.
         write_indices: slots of the store, ``[N]``, int32 or int64. Rows must not share one. On a CPU such a call is
-            refused. On a GPU it is undefined which of the states the slot gets.
+            refused. On a GPU the state in this slot is then undefined.
         null_slot: an index that is padding in both tables. Default None. A row with an index that names no slot is
             padding in any case, and nothing is read or written for it.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
@@ -121,7 +121,7 @@ def dequantize_states(
         state_pool: ``[slots, HV, V, K]`` or ``[slots, HV, K, V]``, float32, bfloat16 or float16, any strides. With
             layers ``[layers, slots, HV, V, K]``. Its slots ``write_indices`` are written.
         write_indices: slots of the pool, ``[N]``, int32 or int64. Rows must not share one. On a CPU such a call is
-            refused. On a GPU it is undefined which of the states the slot gets.
+            refused. On a GPU the state in this slot is then undefined.
         null_slot: an index that is padding in both tables. Default None. A row with an index that names no slot is
             padding in any case, and nothing is read or written for it.
         backend: the backend that runs the call, or refuses it. Default None: the one that ``FLASH_DELTA_BACKEND``
