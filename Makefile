@@ -86,7 +86,7 @@ engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/mega
 	  for trainer in $(TRAINERS); do \
 	    PYTHONPATH=.venv/trainers:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_$$trainer.py || exit; \
 	  done; done
-	PYTHONPATH=.venv/sglang:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_sglang.py tests/engines/test_sglang_drafts.py
+	PYTHONPATH=.venv/sglang:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_sglang.py tests/engines/test_sglang_drafts.py tests/engines/test_sglang_checkpoints.py
 	PYTHONPATH=.venv/kernels:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_hub_kernels.py
 
 hub:

@@ -2,10 +2,9 @@
 
 A backend is a module with the functions of :class:`Backend`. It may also have a module with the functions of
 :class:`ElementwiseBackend`. Ops check a call first, so a backend may rely on what :class:`~flash_delta.problem.Problem`
-says. No function waits for the device, and the same call gives the same bits again.
-
-A backend that can run packed sequences only if the host knows their lengths either refuses calls without lengths, or
-has ``plans_on_host = True``. Then ops wait for the device, read the lengths, and pass them in ``Problem.lengths``.
+says. No function waits for the device, and the same call gives the same bits again. A backend that can run packed
+sequences only if the host knows their lengths either refuses calls without lengths, or has ``plans_on_host = True``.
+Then ops wait for the device, read the lengths, and pass them in ``Problem.lengths``.
 """
 
 import importlib
@@ -27,11 +26,13 @@ from flash_delta.problem import (
     Gated,
     GateProblem,
     Inputs,
+    Int8Problem,
     KnownCall,
     Normalized,
     NormProblem,
     Outputs,
     Problem,
+    Resting,
     Slots,
 )
 
@@ -118,13 +119,10 @@ class Backend(Protocol):
 
 
 class ElementwiseBackend(Protocol):
-    """Short convolution, RMS norm and gate, the elementwise operations around the rule.
-
-    Ops run these functions in one autograd Function, and under torch.compile in operators. Only inputs are saved.
-    `IN_TORCH` alone lacks ``gate_backward``; a backend without such kernels may use it. ``known`` is as in
-    :class:`Backend`.
-
-    A backend may also have ``convolve_heads``, ``convolve_heads_backward`` and ``normalize_backward_to``, as in
+    """Short convolution, RMS norm and gate around the rule, and states at rest in int8. Ops run the first three in one
+    autograd Function, and under torch.compile in operators. Only inputs are saved. `IN_TORCH` alone lacks
+    ``gate_backward``; a backend without such kernels may use it. ``known`` is as in :class:`Backend`. A backend may
+    also have ``convolve_heads``, ``convolve_heads_backward`` and ``normalize_backward_to``, as in
     `kernels/triton/elementwise/backend.py`. Then a mixer is one node of autograd. Otherwise its parts run one by one.
     """
 
@@ -161,6 +159,9 @@ class ElementwiseBackend(Protocol):
 
     def gate_backward(self, problem: GateProblem, inputs: Gated, dy: Tensor, known: KnownCall | None = None) -> Gated:
         """Gradients of all inputs, in their shapes and dtypes; None for what is None."""
+
+    def move_states(self, problem: Int8Problem, inputs: Resting, known: KnownCall | None = None) -> None:
+        """Rounds states of the pool to int8, or with ``problem.restores`` restores them. For padding nothing moves."""
 
 
 class Entry(NamedTuple):
@@ -206,10 +207,9 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Entry:
-    entry = _entries.get(name)
-    if entry is None:
+    if name not in _entries:
         raise ValueError(f"backend: expected one of {', '.join(_entries)}, got {name!r}")
-    return entry
+    return _entries[name]
 
 
 def load(name: str) -> ModuleType:

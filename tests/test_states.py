@@ -1,4 +1,4 @@
-"""`flash-delta check --states` follows a model's own states, and says what pools of 16 bits do to them."""
+"""`flash-delta check --states` follows a model's own states, and says what fewer bits do to them."""
 
 import json
 
@@ -14,6 +14,7 @@ from flash_delta.backend import names
 from flash_delta.cli.app import app
 from flash_delta.integrations import transformers as integration
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
+from flash_delta.ops.serving import Int8States, dequantize_states, quantize_states
 from flash_delta.reference.recurrent import recurrent
 from flash_delta.testing import recorder, relative_error
 from flash_delta.testing.recorder import recording
@@ -75,6 +76,26 @@ def test_errors_are_those_of_decoding(dtype):
     truth, _ = recurrent(*wide)
     error = relative_error(torch.cat(o, 1)[:, 75:], truth[:, 75:])
     assert found.errors[str(dtype).removeprefix("torch.")] == pytest.approx(error, rel=1e-3)
+
+
+def test_error_at_rest_is_that_of_the_ops():
+    """The state after 75 tokens is kept in int8 and restored, and 75 tokens follow in a float32 pool."""
+    model = Rule()
+    (found,) = measure_states(model, torch.zeros(150, dtype=torch.long))
+    x = model.q, model.k, model.v, model.g, model.beta
+    first, rest = ([t[:, part] for t in x] for part in (slice(75), slice(75, None)))
+    options = {"use_qk_l2norm_in_kernel": True}
+    _, S = chunk_gated_delta_rule(*first, output_final_state=True, **options)
+    slot, store = torch.tensor([0]), Int8States(S.to(torch.int8), torch.empty(1, 4, 16, 1))
+    quantize_states(S, slot, store, slot)
+    dequantize_states(store, slot, S, slot)
+    o, _ = chunk_gated_delta_rule(*rest, initial_state=S, **options)
+    wide = [t.double() for t in x]
+    for t in wide[:2]:
+        t *= torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
+    truth, _ = recurrent(*wide)
+    assert found.errors["int8 at rest"] == pytest.approx(relative_error(o, truth[:, 75:]), rel=1e-3)
+    assert found.errors["float32"] < found.errors["int8 at rest"] < found.errors["bfloat16"]
 
 
 def test_sizes_of_states():

@@ -44,6 +44,7 @@ def check(
 
     --states lets a model read a text. For each of its layers with a recurrent state it prints how large the state gets,
     and the error of pools in float32, bfloat16 and float16: the state is rounded after every token, as decoding does.
+    The error of int8 at rest is that of a float32 pool whose state was kept in int8 once, before these outputs.
     Exit code 1 if float16 does not hold a state, or if it costs more than bfloat16. --json gets these numbers.
     """
     cases = {"full": full, "widths": widths, "hard": hard, "case": case, "backend": backend, "resume": resume}

@@ -1,4 +1,4 @@
-"""The work of `flash-delta check --states`: print how large a model's states are, and what pools of 16 bits cost."""
+"""The work of `flash-delta check --states`: print how large a model's states are, and what fewer bits cost."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,17 +80,19 @@ def _tokens(text: Path | None, tokenizer: "PreTrainedTokenizerBase", most: int) 
 
 
 def _table(layers: "list[LayerStates]", name: str, tokens: int) -> Table:
-    from flash_delta.testing.states import POOLS
+    from flash_delta.testing.states import AT_REST, POOLS
 
-    head = ("layer", "op", "largest", "typical", "smallest head", "below normal float16", *POOLS)
+    costs = (*POOLS, AT_REST)
+    head = ("layer", "op", "largest", "typical", "smallest head", "below normal float16", *costs)
     rows = [
         (
             of.layer, of.op, f"{of.largest:.3g}", f"{of.typical:.2g}", f"{of.smallest:.2g}", f"{of.subnormal:.1%}",
-            *(f"{of.errors[pool]:.1e}" for pool in POOLS),
+            *(f"{of.errors[pool]:.1e}" for pool in costs),
         )
         for of in layers
     ]  # fmt: skip
     title = (
         f"states |S| of {name} over {tokens:,} tokens; typical: root mean square of the last state; then the relative "
+        "L2 error of the last outputs against float64, with a pool of each dtype, and after int8 at rest"
     )
-    return Table(head, rows, title + "L2 error of the last outputs against float64, with a pool of each dtype")
+    return Table(head, rows, title)

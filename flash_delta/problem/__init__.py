@@ -20,9 +20,11 @@ from flash_delta.problem.elementwise import (
     ElementwiseProblem,
     Gated,
     GateProblem,
+    Int8Problem,
     Mixed,
     Normalized,
     NormProblem,
+    Resting,
 )
 from flash_delta.problem.marks import (
     ENVIRONMENT,
@@ -57,6 +59,7 @@ __all__ = [
     "GateProblem",
     "Gated",
     "Inputs",
+    "Int8Problem",
     "KnownCall",
     "Mixed",
     "NormProblem",
@@ -64,6 +67,7 @@ __all__ = [
     "Outputs",
     "Pools",
     "Problem",
+    "Resting",
     "Schema",
     "Slots",
     "gate_of",

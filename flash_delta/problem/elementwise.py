@@ -1,4 +1,4 @@
-"""Calls of what is around the rule in a layer: convolution, norm and gate, and all of a mixer."""
+"""Calls of what is around the rule: convolution, norm and gate, all of a mixer, and states at rest in int8."""
 
 from typing import NamedTuple
 
@@ -107,5 +107,28 @@ class Mixed(NamedTuple):
     cu_seqlens: Tensor | None = None  # [N + 1]
 
 
-ElementwiseProblem = ConvolutionProblem | NormProblem | GateProblem
-ElementwiseInputs = Convolved | ConvolvedHeads | Normalized | Gated
+class Int8Problem(NamedTuple):
+    """A call that rounds states of a pool to int8, or restores them."""
+
+    op: str
+    restores: Compiled[bool]
+    rows: Compiled[int]  # of a state as it lies in the pool
+    columns: Compiled[int]
+    axis: Compiled[int]  # the numbers along it share a scale; -1: a scale per row, -2: a scale per column
+    dtype: torch.dtype  # of the pool
+    device: Compiled[torch.device]
+    null_slot: int  # an index that is padding; -1: there is none
+
+
+class Resting(NamedTuple):
+    """The tensors of a call on states at rest. The first three have an axis of layers."""
+
+    state_pool: Tensor  # [L, slots, HV, rows, columns]
+    states: Tensor  # int8, likewise, with other slots
+    scale: Tensor  # likewise, with one row or with one column
+    read_indices: Tensor  # [N]
+    write_indices: Tensor  # [N]
+
+
+ElementwiseProblem = ConvolutionProblem | NormProblem | GateProblem | Int8Problem
+ElementwiseInputs = Convolved | ConvolvedHeads | Normalized | Gated | Resting

@@ -1,7 +1,8 @@
-"""How large the states of a model's layers get on a text, and what a pool of another dtype costs there.
+"""How large the states of a model's layers get on a text, and what fewer bits cost there.
 
 Decoding rounds a state to its pool's dtype after every token. So the same is done here, with the q, k, v and gates that
-the model itself has computed. The truth is the same recurrence in float64.
+the model itself has computed. A state at rest in int8, such as that of a cached prompt, is rounded once: before the
+outputs that are compared. The truth is the same recurrence in float64.
 """
 
 import json
@@ -12,19 +13,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from flash_delta.reference.elementwise import restore, round_to_int8
 from flash_delta.reference.step import activated, advance
 from flash_delta.testing.accuracy import relative_error
 from flash_delta.testing.machine import machine
 from flash_delta.testing.recorder import Call, recording
 
 POOLS = ("float32", "bfloat16", "float16")  # dtypes that a pool can have
+AT_REST = "int8 at rest"  # and then a float32 pool, with a scale per key channel in float32
 HALF = torch.finfo(torch.float16)
 LAST = 512  # tokens whose outputs are compared, or the second half of a shorter text
 
 
 @dataclass(frozen=True)
 class LayerStates:
-    """The states ``S`` of a layer, and the relative L2 error of its last outputs by the dtype of a pool."""
+    """The states ``S`` of a layer, and the relative L2 error of its last outputs by how states are kept."""
 
     layer: str
     op: str
@@ -32,7 +35,7 @@ class LayerStates:
     typical: float  # the root of the mean square of the last state: of all heads,
     smallest: float  # and of the head where it is smallest
     subnormal: float  # the part of the last state's numbers that is not 0 and below the normal numbers of float16
-    errors: dict[str, float]
+    errors: dict[str, float]  # by the dtype of a pool, and at rest
 
     @property
     def ratio(self) -> float:
@@ -66,19 +69,22 @@ def _measure(call: Call) -> LayerStates:
     size = S.square().mean((1, 2)).sqrt()  # [HV]
     low = (S != 0) & (S.abs() < HALF.smallest_normal)
     errors = {name: relative_error(_follow(call, getattr(torch, name))[0], truth) for name in POOLS}
+    errors[AT_REST] = relative_error(_follow(call, torch.float32, rests=True)[0], truth)
     return LayerStates(
         call.layer, call.problem.op, largest, float(size.square().mean().sqrt()), float(size.min()),
         float(low.double().mean()), errors,
     )  # fmt: skip
 
 
-def _follow(call: Call, pool: torch.dtype) -> tuple[Tensor, Tensor, float]:
+def _follow(call: Call, pool: torch.dtype, rests: bool = False) -> tuple[Tensor, Tensor, float]:
     """The last outputs, the last state [HV, K, V], and the largest |S|, if states are kept in this dtype between
-    tokens."""
+    tokens. ``rests``: before the last outputs the state is kept in int8 once."""
     problem = call.problem._replace(dtype=torch.promote_types(pool, torch.float32))
     S = torch.zeros(problem.HV, problem.K, problem.V, dtype=problem.accumulate, device=problem.device)
     first, largest, outputs = max(problem.T - LAST, problem.T // 2), S.new_zeros(()), []
     for t in range(problem.T):
+        if rests and t == first:
+            S.copy_(restore(*round_to_int8(S, -1, torch.float32)))
         o = advance(problem, activated(problem, call.x, t), S, S)
         largest = torch.maximum(largest, S.abs().max())
         S.copy_(S.to(pool))

@@ -11,11 +11,16 @@ from flash_delta.problem import Problem
 def check_pool(p: Problem, name: str, pool: Tensor) -> None:
     """Check a pool, except its shape."""
     check_kind(p.op, name, pool, p.device)
+    check_strides(p.op, name, pool)
+
+
+def check_strides(op: str, name: str, pool: Tensor, slots: int = 0) -> None:
+    """Check the strides of a pool. ``slots``: its axis of slots."""
     axes = list(zip(pool.shape, pool.stride(), strict=True))
     if any(size > 1 and stride == 0 for size, stride in axes):
-        refuse(p.op, name, "no stride of 0, since the call writes to each slot", f"strides {list(pool.stride())}")
-    if sum((size - 1) * stride for size, stride in axes[1:]) >= 2**31:
-        refuse(p.op, name, "every slot to span fewer than 2^31 numbers", f"strides {list(pool.stride())}")
+        refuse(op, name, "no stride of 0, since the call writes to each slot", f"strides {list(pool.stride())}")
+    if sum((size - 1) * stride for size, stride in axes[slots + 1 :]) >= 2**31:
+        refuse(op, name, "every slot to span fewer than 2^31 numbers", f"strides {list(pool.stride())}")
 
 
 def is_plain(pool: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""What the compile gate compiles around the rule: the backend's functions, on sizes of models (see rule.py)."""
+"""What the compile gate compiles around the rule: the backend's functions, on sizes of models (see rule.py); and for
+states at rest."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,7 @@ from flash_delta.kernels.triton.elementwise.backend import (
     convolve_token,
     gate,
     gate_backward,
+    move_states,
     normalize,
     normalize_backward,
     normalize_backward_to,
@@ -25,8 +27,10 @@ from flash_delta.problem import (
     ConvolvedHeads,
     Gated,
     GateProblem,
+    Int8Problem,
     Normalized,
     NormProblem,
+    Resting,
     gate_of,
 )
 
@@ -64,6 +68,12 @@ GATES = {  # heads, channels, bound, dtype
     "gate-kda": (32, 128, None, torch.bfloat16),
     "gate-kda-bounded": (32, 128, -5.0, torch.bfloat16),
     "gate-kda-bounded-float32": (6, 100, -5.0, torch.float32),
+}
+
+STATES_AT_REST = {  # width of heads, dtypes of pool and scale, the axis along which numbers share a scale
+    "int8-128": (128, torch.float32, torch.float32, -2),
+    "int8-128-rows-bfloat16": (128, torch.bfloat16, torch.bfloat16, -1),
+    "int8-256-float16": (256, torch.float16, torch.float32, -2),
 }
 
 
@@ -125,6 +135,15 @@ def call_gate(HV: int, K: int, bound: float | None, dtype: torch.dtype) -> None:
     gate_backward(p, inputs, inputs.g.float())
 
 
+def call_move_states(width: int, pool: torch.dtype, scale: torch.dtype, axis: int, *, restores: bool) -> None:
+    """Two rows of two layers of 32 heads."""
+    new, shape = partial(torch.empty, device="meta"), (2, 9, 32, width, width)
+    scales, rows = [*shape[:3], width, width], new(2, dtype=torch.int32)
+    scales[axis] = 1
+    p = Int8Problem("launches", restores, width, width, axis, pool, rows.device, -1)
+    move_states(p, Resting(new(shape, dtype=pool), new(shape, dtype=torch.int8), new(scales, dtype=scale), rows, rows))
+
+
 def launches(target: str) -> Iterator[Launch]:
     for name, case in CONVOLUTIONS.items():
         yield Launch(name, partial(call_convolution, case))
@@ -135,3 +154,6 @@ def launches(target: str) -> Iterator[Launch]:
         yield Launch(name, partial(call_norm, *case))
     for name, case in GATES.items():
         yield Launch(name, partial(call_gate, *case))
+    for name, case in STATES_AT_REST.items():
+        yield Launch(f"{name}-quantize", partial(call_move_states, *case, restores=False))
+        yield Launch(f"{name}-dequantize", partial(call_move_states, *case, restores=True))

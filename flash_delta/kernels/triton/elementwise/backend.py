@@ -1,4 +1,4 @@
-"""The ``triton`` backend for convolution, norm and gate around the rule, forward and backward.
+"""The ``triton`` backend for convolution, norm and gate around the rule, forward and backward, and states at rest.
 
 Gradients of parameters take two launches. Every program sums over its rows, and then ``total`` sums over programs. The
 order depends only on sizes and on the chip. Only inputs are saved for the backward pass.
@@ -22,6 +22,7 @@ from flash_delta.kernels.triton.elementwise.convolution_plans import (
     plan_convolve_token,
 )
 from flash_delta.kernels.triton.elementwise.gate import GateGradient, plan_gate, plan_gate_backward
+from flash_delta.kernels.triton.elementwise.int8 import plan_move
 from flash_delta.kernels.triton.elementwise.norm import (
     NormGradient,
     plan_norm,
@@ -38,9 +39,11 @@ from flash_delta.problem import (
     ElementwiseProblem,
     Gated,
     GateProblem,
+    Int8Problem,
     KnownCall,
     Normalized,
     NormProblem,
+    Resting,
 )
 
 
@@ -56,6 +59,9 @@ def unsupported(problem: ElementwiseProblem) -> str | None:
         return f"it computes up to {MOST_GATES:,} gates per token, here are {problem.HV * problem.K:,}"
     if isinstance(problem, ConvolutionProblem) and problem.W > MOST_TAPS:
         return f"it has up to {MOST_TAPS} taps, here are {problem.W}"
+    if isinstance(problem, Int8Problem) and max(problem.rows, problem.columns) > WIDEST_ROW:
+        widest = max(problem.rows, problem.columns)
+        return f"it rounds states of up to {WIDEST_ROW} rows and columns, they have {widest}"
     return None
 
 
@@ -122,3 +128,8 @@ def gate_backward(p: GateProblem, x: Gated, dy: Tensor, known: KnownCall | None 
     dA_log, ddt_bias = parts.sum(0)
     found = zip(x[1:], (dA_log.sum(-1), ddt_bias), strict=True)
     return Gated(dg, *(None if t is None else sums.view(t.shape).to(t.dtype) for t, sums in found))
+
+
+def move_states(p: Int8Problem, x: Resting, known: KnownCall | None = None) -> None:
+    """Rounds states of the pool to int8, or restores them."""
+    run(plan_move, p, x, known=known)
