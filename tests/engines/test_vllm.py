@@ -110,7 +110,7 @@ def test_measurements(tmp_path):
     subprocess.run([sys.executable, HERE / "judge_vllm.py", model, out], check=True)
     ours, theirs = json.loads(out.read_text())["runs"]
     assert ours["plugin"]
-    assert set(ours["calls"]) == {"decode_gated_delta_rule", "prefill_gated_delta_rule"}
+    assert {"decode_gated_delta_rule", "prefill_gated_delta_rule"} <= set(ours["calls"])
     assert not theirs["plugin"]
     assert not theirs["calls"]
     for run in (ours, theirs):
