@@ -70,6 +70,7 @@ class Bailing(torch.nn.Module):
         torch.manual_seed(2)
         self.prefix, self.local_num_heads, self.head_dim = "layer", H, K
         self.safe_gate, self.lower_bound, self.num_speculative_tokens = safe, -5.0, 0
+        self.cache_config = SimpleNamespace()
         for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
             setattr(self, name, SimpleNamespace(weight=torch.randn(H * K, 1, W)))
         self.kv_cache = torch.randn(BLOCKS, W - 1, 3 * H * K), torch.randn(BLOCKS, H, K, K)
@@ -512,12 +513,17 @@ def test_what_the_ops_do_not_take_runs_on_vllms_own_code(batch, caplog):
     assert warning.endswith("got torch.int64")
 
 
-def test_a_layer_with_more_caches_runs_on_vllms_own_code(batch):
+@pytest.mark.parametrize(
+    ("changed", "reason"), [("kv_cache", "it keeps 3 caches"), ("cache_config", "with --use-replayssm vLLM has no")]
+)
+def test_a_layer_with_other_caches_runs_on_vllms_own_code(batch, caplog, changed, reason):
     layer, out = qwen(), torch.zeros(3, HV, V)
-    layer.kv_cache = *layer.kv_cache, torch.zeros(BLOCKS)
+    caches, config = (*layer.kv_cache, torch.zeros(BLOCKS)), SimpleNamespace(use_kda_recoverssm=True)
+    setattr(layer, changed, {"kv_cache": caches, "cache_config": config}[changed])
     batch(num_decodes=3, num_actual_tokens=3, non_spec_state_indices_tensor=index(4, 2, 0))
     layer._forward_core(torch.randn(3, D), torch.randn(3, HV), torch.randn(3, HV), out)
     assert (out == 7).all()
+    assert f"this layer: {reason}" in caplog.text
 
 
 @pytest.mark.parametrize(

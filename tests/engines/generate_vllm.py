@@ -1,5 +1,6 @@
-"""Completions of vLLM: ``python generate_vllm.py MODEL OUT OPTIONS``. Writes the tokens, their log-probabilities, how
-many tokens came from the prefix cache, and how often each worker ran each op."""
+"""Completions of vLLM: ``python generate_vllm.py MODEL OUT OPTIONS [TOKENS]``. Writes the tokens, their
+log-probabilities, how many tokens came from the prefix cache, how often each worker ran each op, and what vLLM counted
+itself."""
 
 import json
 import os
@@ -9,6 +10,11 @@ from typing import Any
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 os.environ |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # functions for its workers
+os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # or vLLM 0.26 wants FlashInfer even where nothing is sampled
+COUNTED = {  # vLLM's names
+    "vllm:spec_decode_num_draft_tokens": "drafted", "vllm:spec_decode_num_accepted_tokens": "accepted",
+    "vllm:num_preemptions": "preempted",
+}  # fmt: skip
 
 
 def prompts() -> list[list[int]]:
@@ -25,9 +31,9 @@ def prompts() -> list[list[int]]:
 
 
 def count_calls(_: Any = None) -> Counter:
-    """How often this process calls each op from now on, how many drafted tokens these calls had and how many of the
-    drafts before were accepted, how many batches had both drafts and other rows, and for how many of these tokens were
-    gathered. A CUDA graph counts once, when it is captured."""
+    """How often this process calls each op from now on, how many drafted tokens these calls had, how many batches had
+    both drafts and other rows, and for how many of these tokens were gathered. A CUDA graph counts once, when it is
+    captured."""
     from flash_delta.integrations.vllm import calls as plugin
 
     counts, calls_of = Counter(), plugin.calls_of
@@ -39,7 +45,6 @@ def count_calls(_: Any = None) -> Counter:
         counts.update(op.__name__ for op, _ in calls)
         for arguments in (given for _, given in calls if "num_accepted_tokens" in given):
             counts["drafted tokens"] += arguments["q"].shape[1] - len(arguments["read_indices"])
-            counts["accepted tokens"] += int((arguments["num_accepted_tokens"] - 1).sum())
         return calls, places
 
     plugin.calls_of, plugin.counts = counted, counts
@@ -54,17 +59,24 @@ def counted_calls(_: Any) -> dict[str, int]:
     return plugin.counts | {"warm": len(warmup._warm)}
 
 
-def complete(llm: Any) -> list[tuple[list[int], list[float], int]]:
-    """Returns for each prompt the most likely 40 tokens, their log-probabilities, and how many tokens came from the
-    prefix cache."""
+def complete(llm: Any, count: int = 40) -> list[tuple[list[int], list[float], int]]:
+    """Returns for each prompt the most likely ``count`` tokens, their log-probabilities, and how many tokens came from
+    the prefix cache."""
     from vllm import SamplingParams
 
-    sampling, found = SamplingParams(temperature=0, max_tokens=40, logprobs=1, detokenize=False, ignore_eos=True), []
+    sampling = SamplingParams(temperature=0, max_tokens=count, logprobs=1, detokenize=False, ignore_eos=True)
+    found = []
     for answer in llm.generate([{"prompt_token_ids": p} for p in prompts()], sampling, use_tqdm=False):
         (completion,) = answer.outputs
         logprobs = [next(iter(token.values())).logprob for token in completion.logprobs]
         found.append((list(completion.token_ids), logprobs, answer.num_cached_tokens))
     return found
+
+
+def counted_by_vllm(llm: Any) -> dict[str, int]:
+    """How many tokens were drafted, how many of them were accepted, and how often a request lost its memory and began
+    again."""
+    return {COUNTED[m.name]: int(m.value) for m in llm.get_metrics() if m.name in COUNTED}
 
 
 def allow_olmo() -> None:
@@ -97,21 +109,26 @@ def allow_kimi() -> None:
     ModelRegistry.register_model("KimiLinearForCausalLM", "vllm.models.kimi_k3.amd.linear:KimiLinearForCausalLM")
 
 
-def main(model: str, out: str, options: str) -> None:
+def main(model: str, out: str, options: str, count: str = "40") -> None:
+    from qwen3_5 import register
     from vllm import LLM
 
     if "olmo" in model:
         allow_olmo()
     if "kimi" in model:
         allow_kimi()
+    if "qwen3_5" in model:
+        register()
     settings = {"enforce_eager": True, "max_num_batched_tokens": 512} | json.loads(options)
     llm = LLM(
-        model=model, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=8, dtype="bfloat16", seed=0, **settings
-    )
+        model=model, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=8, dtype="bfloat16", seed=0,
+        disable_log_stats=False, **settings,
+    )  # fmt: skip
     llm.collective_rpc(count_calls)
-    found = complete(llm) + complete(llm)  # the second time prompts may be in the prefix cache
+    found = complete(llm, int(count)) + complete(llm, int(count))  # the second time prompts may be in the prefix cache
+    result = {"completions": found, "calls": llm.collective_rpc(counted_calls), "counted": counted_by_vllm(llm)}
     with open(out, "w") as file:
-        json.dump({"completions": found, "calls": llm.collective_rpc(counted_calls)}, file)
+        json.dump(result | {"options": settings, "plugin": os.environ.get("FLASH_DELTA_VLLM")}, file)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Completions of vLLM beside transformers in float32: ``python judge_vllm.py MODEL OUT`` adds to what measure_vllm.py
-wrote, for each run, how many tokens are the most likely ones and how far log-probabilities are off at the most."""
+"""Completions of vLLM beside transformers in float32: ``python judge_vllm.py MODEL OUT ...`` adds to what
+measure_vllm.py or generate_vllm.py wrote, for each run, how many tokens are the most likely ones and how far
+log-probabilities are off at the most."""
 
 import json
 import sys
@@ -44,14 +45,18 @@ def judge(reference: Any, completions: Sequence[tuple[list[int], list[float], in
     return right, off
 
 
-def main(model: str, out: str) -> None:
-    written, reference = json.loads(Path(out).read_text()), load(model)
-    for run in written["runs"]:
-        if "completions" in run:
-            right, off = judge(reference, run["completions"])
-            run["judged"] = {"tokens": sum(len(c[0]) for c in run["completions"]), "right": right, "off": round(off, 4)}
-            print({"plugin": run["plugin"], "graphs": run["graphs"]} | run["judged"], flush=True)
-    Path(out).write_text(json.dumps(written, indent=1))
+def main(model: str, *outs: str) -> None:
+    reference = load(model)
+    for out in map(Path, outs):
+        written = json.loads(out.read_text())
+        for run in written.get("runs", [written]):
+            if "completions" in run:
+                right, off = judge(reference, run["completions"])
+                tokens = sum(len(c[0]) for c in run["completions"])
+                run["judged"] = {"tokens": tokens, "right": right, "off": round(off, 4)}
+                shown = {name: run[name] for name in ("plugin", "graphs", "drafts", "counted", "calls") if name in run}
+                print(out.stem, shown | run["judged"], flush=True)
+        out.write_text(json.dumps(written, indent=1))
 
 
 if __name__ == "__main__":

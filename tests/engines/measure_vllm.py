@@ -27,12 +27,13 @@ OPTIONS = {  # those of an engine come before these
     "prompts": [[1, 1024], [1, 8192], [8, 1024]],  # prompts at once, and tokens of each
     "steps": 128,  # of decoding
     "repeats": 9,
+    "gpu_repeats": 3,  # of the rows of the GPU's time
     "cache_gib": 4,
     "engine": {},  # more arguments of vLLM's LLM
     "path": [],  # folders to import from first
 }
 UNCOUNTED = 2  # calls before: they compile
-GPU_STEPS, GPU_REPEATS = 16, 3  # of steps that were taken before
+GPU_STEPS = 16  # of decoding, for the GPU's time
 
 
 class Engine:
@@ -46,6 +47,7 @@ class Engine:
         self.run = {
             "when": datetime.now(UTC).isoformat(timespec="seconds"), "plugin": options["plugin"],
             "graphs": options["graphs"], "settings": settings(options),
+            "drafts": options["engine"].get("speculative_config", {}).get("method"),
         }  # fmt: skip
 
     def ask(self, name: str, *arguments: Any) -> Any:
@@ -72,10 +74,13 @@ def summary(found: Sequence[float]) -> dict[str, Any]:
 
 
 def result(name: str, answers: list[Any]) -> dict[str, Any]:
-    """What is written. Beside the GPU's time come the kernels of the last answer."""
+    """What is written. Beside the GPU's time come the kernels of the last answer, beside tokens per second those of a
+    row in a step, of which drafts can be several."""
     if answers and isinstance(answers[0], tuple):
-        times, kernels = zip(*answers, strict=True)
-        return {name: summary(times), name.replace("GPU ms", "kernels"): kernels[-1]}
+        values, others = zip(*answers, strict=True)
+        if "GPU ms" in name:
+            return {name: summary(values), name.replace("GPU ms", "kernels"): others[-1]}
+        return {name: summary(values), name.replace("tokens/s", "tokens of a row in a step"): summary(others)}
     return {name: summary(answers)} if answers else {}
 
 
@@ -92,12 +97,12 @@ def parts(options: dict[str, Any], gpu: bool) -> Iterator[tuple[str, str, tuple[
     """What to measure, in this order: how it is called in OUT, what an engine is asked for, and how often."""
     for rows in options["batches"]:
         yield f"decode {rows}: tokens/s", "decode", (rows, options["steps"]), options["repeats"]
+    for rows in options["batches"] if gpu else ():
+        yield f"decode {rows}: GPU ms", "decode, GPU", (rows, GPU_STEPS), options["gpu_repeats"]
     for rows, tokens in options["prompts"]:
         yield f"prompts {rows}x{tokens}: ms", "prompts", (rows, tokens), options["repeats"]
-    for rows in options["batches"] if gpu else ():
-        yield f"decode {rows}: GPU ms", "decode, GPU", (rows, GPU_STEPS), GPU_REPEATS
     for rows, tokens in options["prompts"] if gpu else ():
-        yield f"prompts {rows}x{tokens}: GPU ms", "prompts, GPU", (rows, tokens), GPU_REPEATS
+        yield f"prompts {rows}x{tokens}: GPU ms", "prompts, GPU", (rows, tokens), options["gpu_repeats"]
 
 
 def main(model: str, out: str, engines: str = "", given: str = "{}") -> None:

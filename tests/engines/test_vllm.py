@@ -86,11 +86,11 @@ def test_completions(model, own, name, tmp_path):
     assert right >= own(name_of_model) - 8  # of 400: where two tokens are nearly as likely, either is right
     assert off <= CLOSE
     assert len(found["calls"]) == options.get("tensor_parallel_size", 1)
+    drafts = "speculative_config" in options
+    assert found["counted"].get("accepted", 0) >= found["counted"].get("drafted", 0) / 5
+    assert (found["counted"].get("accepted", 0) > 0) == drafts
     for calls in found["calls"]:
-        drafts = "speculative_config" in options
-        drafted, accepted = (calls.pop(f"{what} tokens", 0) for what in ("drafted", "accepted"))
-        assert (drafted > 0) == drafts
-        assert accepted >= drafted / 5
+        assert (calls.pop("drafted tokens", 0) > 0) == drafts
         assert (calls.pop("mixed batches") > 0) == drafts
         assert calls.pop("gathered batches") == 0  # vLLM puts drafts before other rows
         assert calls.pop("warm") == int(name == "compiled")  # otherwise vLLM does not profile on a CPU
@@ -101,18 +101,16 @@ def test_completions(model, own, name, tmp_path):
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's Qwen3.5 imports torchvision")
 def test_measurements(tmp_path):
-    """Two engines, one after the other, on a Qwen3.5 text model: each adds its run, and both are judged."""
+    """Two engines that take turns on a Qwen3.5 text model, with the plugin and without, are measured and judged."""
     model, out = tmp_path / "qwen3_5", tmp_path / "out.json"
     subprocess.run([sys.executable, HERE / "qwen3_5.py", model, "512", "1"], check=True)
-    options = json.dumps({"batches": [1, 3], "prompts": [[2, 40]], "steps": 6, "repeats": 1})
-    for active in (True, False):
-        environment = os.environ | {"FLASH_DELTA_VLLM": str(int(active))}
-        command = [sys.executable, HERE / "measure_vllm.py", model, out, options]
-        subprocess.run(command, check=True, env=environment, timeout=600)
+    engines = json.dumps([{"plugin": plugin, "graphs": False} for plugin in (True, False)])
+    options = json.dumps({"batches": [1, 3], "prompts": [[2, 40]], "steps": 6, "repeats": 1, "cache_gib": 1})
+    subprocess.run([sys.executable, HERE / "measure_vllm.py", model, out, engines, options], check=True, timeout=600)
     subprocess.run([sys.executable, HERE / "judge_vllm.py", model, out], check=True)
     ours, theirs = json.loads(out.read_text())["runs"]
     assert ours["plugin"]
-    assert set(ours["calls"]) == {"decode_gated_delta_rule", "prefill_gated_delta_rule"}
+    assert {"decode_gated_delta_rule", "prefill_gated_delta_rule"} <= set(ours["calls"])
     assert not theirs["plugin"]
     assert not theirs["calls"]
     for run in (ours, theirs):

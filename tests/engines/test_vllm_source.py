@@ -66,6 +66,17 @@ def test_the_metadata_have_what_the_plugin_reads():
     assert {*re.findall(r"checkpoint\.(\w+)", ours)} <= {*re.findall(r"^    (\w+):", checkpoint, re.MULTILINE)}
 
 
+def test_replay_is_refused_by_vllm_or_declined():
+    """With --use-replayssm a layer has no memory for the states of draft tokens. vLLM refuses it for most models."""
+    config = VLLM / "config/cache.py"
+    if "use_replayssm" in config.read_text():
+        assert "use_kda_recoverssm" in config.read_text()  # what `calls.unfit` asks for
+        architectures = re.findall(r"kda_architectures = \((.*?)\)", (VLLM / "config/vllm.py").read_text(), re.DOTALL)
+        assert "KimiLinearForCausalLM" in architectures[0]
+    for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "bailing_moe_v3"):
+        assert "ReplaySSM" not in (VLLM / f"model_executor/models/{name}.py").read_text()
+
+
 def test_the_guide_names_what_vllm_has():
     """In the files that say how its layers are called."""
     mamba = VLLM / "model_executor/layers/mamba"

@@ -23,7 +23,8 @@ NAMES = (str(i) for i in count())
 def settings(options: dict[str, Any]) -> dict[str, Any]:
     """The caches have a size of their own, since the engines that take turns share a GPU."""
     longest = max(CONTEXT, *(tokens for _, tokens in options["prompts"]))
-    graphs = {"compilation_config": {"cudagraph_capture_sizes": options["batches"]}} if options["graphs"] else {}
+    counts = {rows * tokens for rows in options["batches"] for tokens in (1, 1 + drafted(options))}
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted(counts)}} if options["graphs"] else {}
     rows = max(8, *options["batches"])  # 8: prompts that are judged
     return {
         "max_model_len": longest + max(1024, options["steps"]), "max_num_batched_tokens": max(longest, rows, 1024),
@@ -34,6 +35,11 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def drafted(options: dict[str, Any]) -> int:
+    """Returns how many tokens an engine drafts for a row in a step."""
+    return options["engine"].get("speculative_config", {}).get("num_speculative_tokens", 0)
+
+
 class Steps:
     """Prompts of random tokens, step by step. ``launched`` counts all steps, also those that gave no token yet: vLLM
     launches a step before it has the tokens of the one before."""
@@ -41,8 +47,9 @@ class Steps:
     def __init__(self, engine: Any, rows: int, tokens: int, new: int) -> None:
         self.engine, self.rows, self.tokens, self.new, self.launched = engine, rows, tokens, new, 0
 
-    def __iter__(self) -> Iterator[tuple[float, int]]:
-        """Yields for every step that gave tokens: the seconds since the prompts came, and how many tokens."""
+    def __iter__(self) -> Iterator[tuple[float, int, int]]:
+        """Yields for every step that gave tokens: the seconds since the prompts came, how many rows have some, and how
+        many tokens these are."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -54,21 +61,23 @@ class Steps:
         for prompt in prompts:
             self.engine.add_request(next(NAMES), {"prompt_token_ids": prompt}, sampling)
         while self.engine.has_unfinished_requests():
-            given = sum(len(answer.outputs[0].token_ids) for answer in self.engine.step())
+            given = list(filter(None, (len(answer.outputs[0].token_ids) for answer in self.engine.step())))
             self.launched += 1
             if given:
-                yield time.perf_counter() - start, given
+                yield time.perf_counter() - start, len(given), sum(given)
 
 
-def tokens_per_second(engine: Any, rows: int, steps: int) -> float:
-    """Returns the tokens per second in steps where every row decodes a token."""
-    times = [seconds for seconds, given in Steps(engine, rows, CONTEXT, steps) if given == rows]
-    return rows * (len(times) - 1) / (times[-1] - times[0])
+def decoding(engine: Any, rows: int, steps: int) -> tuple[float, float]:
+    """Returns the tokens per second in steps where every row decodes, and the tokens of a row in such a step."""
+    run = Steps(engine, rows, CONTEXT, steps)
+    (start, _), *found = [(seconds, tokens) for seconds, given, tokens in run if given == rows]
+    tokens = sum(tokens for _, tokens in found)
+    return tokens / (found[-1][0] - start), tokens / rows / len(found)
 
 
 def first_token_ms(engine: Any, rows: int, tokens: int) -> float:
     """Until every prompt has its first token."""
-    return 1000 * max(seconds for seconds, _ in Steps(engine, rows, tokens, 1))
+    return 1000 * max(seconds for seconds, *_ in Steps(engine, rows, tokens, 1))
 
 
 def profiled(run: Callable[[], int]) -> tuple[float, list[tuple[str, int, float]]]:
@@ -86,11 +95,11 @@ def profiled(run: Callable[[], int]) -> tuple[float, list[tuple[str, int, float]
     return busy / steps / 1000, sorted(rows, key=lambda row: -row[2])[:32]
 
 
-def gpu_of_decoding(engine: Any, rows: int, steps: int) -> tuple[float, list[tuple[str, int, float]]]:
-    """Profiles steps in which every row decodes a token."""
-    run = Steps(engine, rows, CONTEXT, SETTLED + 2 * steps + 4)
+def gpu_of_decoding(engine: Any, drafts: int, rows: int, steps: int) -> tuple[float, list[tuple[str, int, float]]]:
+    """Profiles steps in which every row decodes."""
+    run = Steps(engine, rows, CONTEXT, (1 + drafts) * (SETTLED + 2 * steps + 4))
     given = iter(run)
-    decoding = (tokens == rows for _, tokens in given)
+    decoding = (found == rows for _, found, _ in given)
     for _ in range(SETTLED):
         next(filter(None, decoding))
 
@@ -126,7 +135,6 @@ def serve(pipe: Any, model: str, options: dict[str, Any], cache: str) -> None:
     """Answers ``(name, arguments)`` with what is measured, until the pipe is closed. First it says that it is ready."""
     faulthandler.dump_traceback_later(100, repeat=True)
     os.environ |= {"FLASH_DELTA_VLLM": str(int(options["plugin"])), "VLLM_CACHE_ROOT": cache}
-    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # or vLLM 0.26 wants FlashInfer even where nothing is sampled
     sys.path[:0] = options["path"]
     counts, began = count_calls(), time.perf_counter()
     from vllm import LLM
@@ -135,9 +143,10 @@ def serve(pipe: Any, model: str, options: dict[str, Any], cache: str) -> None:
     llm = LLM(model=model, skip_tokenizer_init=True, dtype="bfloat16", seed=0, **settings(options))
     engine = llm.llm_engine
     parts = {
-        "complete": partial(complete, llm), "decode": partial(tokens_per_second, engine),
+        "complete": partial(complete, llm), "decode": partial(decoding, engine),
         "prompts": partial(first_token_ms, engine), "calls": lambda: dict(counts),
-        "decode, GPU": partial(gpu_of_decoding, engine), "prompts, GPU": partial(gpu_of_prompts, engine),
+        "decode, GPU": partial(gpu_of_decoding, engine, drafted(options)),
+        "prompts, GPU": partial(gpu_of_prompts, engine),
     }  # fmt: skip
     faulthandler.cancel_dump_traceback_later()
     pipe.send({"seconds": round(time.perf_counter() - began, 1), "machine": machine()})

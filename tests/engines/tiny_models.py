@@ -79,7 +79,7 @@ def randomize(model: nn.Module) -> None:
 def let_tokens_follow(model: nn.Module, strength: float) -> None:
     """Makes most tokens follow from the token before, in cycles of six. Then a draft that repeats what came before is
     mostly right, and so is a layer that drafts from a token's embedding. All layers still change log-probabilities."""
-    index = torch.arange(510)
+    index = torch.arange(model.config.vocab_size - 2)
     following = 2 + index // 6 * 6 + (index + 1) % 6
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(3)
@@ -98,7 +98,8 @@ def make(name: str, folder: str) -> None:
     model.save_pretrained(folder)
     change(Path(folder) / "model.safetensors", lambda tensors: renamed(tensors, RENAMED.get(name, {})))
     if name == "qwen3_next_mtp":
-        change(Path(folder) / "model.safetensors", lambda tensors: tensors | layer_that_drafts(tensors))
+        width, last = QWEN["hidden_size"], QWEN["num_hidden_layers"] - 1
+        change(Path(folder) / "model.safetensors", lambda tensors: tensors | layer_that_drafts(tensors, width, last))
     if name == "kimi_linear":  # as above: in the names of checkpoints
         given = {"architectures": [f"{transformers_name}ForCausalLM"], "model_type": name, "dtype": "bfloat16"}
         (Path(folder) / "config.json").write_text(json.dumps(given | config))
@@ -117,12 +118,12 @@ def renamed(tensors: dict[str, Tensor], parts: dict[str, str]) -> dict[str, Tens
     return found
 
 
-def layer_that_drafts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What checkpoints have for the prediction of several tokens (MTP): the last layer again, and what joins the next
-    token's embedding and the hidden state. It adds a fifth of the hidden state, so the embedding decides what comes."""
-    width = QWEN["hidden_size"]
-    last = f"model.layers.{QWEN['num_hidden_layers'] - 1}."
-    layer = {f"mtp.layers.0.{n.removeprefix(last)}": t.clone() for n, t in tensors.items() if n.startswith(last)}
+def layer_that_drafts(tensors: dict[str, Tensor], width: int, last: int) -> dict[str, Tensor]:
+    """What checkpoints have for the prediction of several tokens (MTP): the ``last`` layer again, and what joins the
+    next token's embedding and the hidden state. It adds a fifth of the hidden state, so the embedding decides what
+    comes."""
+    prefix = f"model.layers.{last}."
+    layer = {f"mtp.layers.0.{n.removeprefix(prefix)}": t.clone() for n, t in tensors.items() if n.startswith(prefix)}
     norms = {f"mtp.{n}.weight": torch.zeros(width) for n in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
     join = {"mtp.fc.weight": torch.cat([torch.eye(width), 0.2 * torch.eye(width)], 1)}
     return layer | {name: t.to(torch.bfloat16) for name, t in (norms | join).items()}

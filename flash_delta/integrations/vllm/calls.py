@@ -144,6 +144,15 @@ def warn(what: str, reason: Any) -> None:
     logger.removeHandler(early)
 
 
+def unfit(module: Any) -> str | None:
+    """Why the ops cannot use the caches of a layer; None if they can."""
+    if len(module.kv_cache) != 2:
+        return f"it keeps {len(module.kv_cache)} caches, not windows and states alone"
+    if getattr(module.cache_config, "use_kda_recoverssm", False):  # since vLLM 0.33
+        return "with --use-replayssm vLLM has no memory for the states of draft tokens"
+    return None
+
+
 def run(module: Any, layer: Layer, x: Tokens, m: Any) -> bool:
     """Runs ``module`` between its projections. Returns False, and runs nothing, if the ops do not take it."""
     calls, places = calls_of(layer, x.first(m.num_actual_tokens), m)

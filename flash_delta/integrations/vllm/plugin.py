@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import flash_delta
-from flash_delta.integrations.vllm.calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run, warn
+from flash_delta.integrations.vllm.calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run, unfit, warn
 from flash_delta.integrations.vllm.packed import is_packed, pack
 from flash_delta.integrations.vllm.warmup import warm
 from flash_delta.ops.serving import Convolution
@@ -76,8 +76,8 @@ def _serve(theirs: Callable[[], None], module: Any, layer_of: Callable[[Any], tu
     m = metadata_of(module)
     if m is None:  # vLLM profiles, and has no states yet
         return None if warm(module, layer_of) else theirs()
-    if len(module.kv_cache) != 2:
-        decline(module, f"it keeps {len(module.kv_cache)} caches, not windows and states alone")
+    if (reason := unfit(module)) is not None:
+        decline(module, reason)
     elif run(module, *layer_of(module.kv_cache), m):
         return None
     return theirs()
