@@ -189,13 +189,14 @@ def test_triton_launches_if_c_cannot_be_compiled(process, place):
     assert not direct
 
 
-def keys_of(model, tokens=None, processors=132):
+def keys_of(model, tokens=None, processors=132, rooms=None):
     """The keys of a model's kernels."""
     from flash_delta.compiler import packing
-    from flash_delta.packs import models
+    from flash_delta.packs import engines, models
 
     with (
         patch.object(models, "TOKENS", tokens or models.TOKENS),
+        patch.object(engines, "ROOMS", rooms or engines.ROOMS),
         patch.dict(packing.GPUS, sm_90a=processors),
         packing.recorded("sm_90a") as steps,
     ):
@@ -212,10 +213,11 @@ MODELS = (
 
 @pytest.mark.parametrize("model", MODELS)
 def test_no_call_of_a_model_misses(process, model):
-    """A pack has the kernels of other lengths, and of chips with other numbers of multiprocessors."""
+    """A pack has the kernels of other lengths, of chips with other numbers of multiprocessors, and of other numbers of
+    records."""
     pack = process.submit(keys_of, model).result()
-    for tokens, processors in ((33, 114), (64, 132), (1000, 78)):
-        found = process.submit(keys_of, model, tokens, processors).result()
+    for tokens, processors, rooms in ((33, 114, (1, 5)), (64, 132, (2, 6)), (1000, 78, (4, 16))):
+        found = process.submit(keys_of, model, tokens, processors, rooms).result()
         assert found <= pack, f"{len(found - pack)} of {len(found)} are missing"
 
 

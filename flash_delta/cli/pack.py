@@ -22,7 +22,8 @@ def pack(
     It needs a C compiler and the installed version of Triton, which has to be that of the servers.
     """
     from flash_delta.compiler.packing import GPUS, make_pack
-    from flash_delta.packs.models import MODELS, calls_of_model
+    from flash_delta.packs.model import MODELS
+    from flash_delta.packs.models import calls_of_model
 
     names = list(MODELS) if model == ["all"] else model
     for name in names:

@@ -1,4 +1,4 @@
-"""The models that packs are made for, and what training and serving them calls.
+"""What training and serving a model calls.
 
 Layers of this library, of transformers under `enable`, and the plugins for engines call the ops in ways of their own,
 with views of one projection and caches of several layouts. So a pack is made from the calls of each.
@@ -8,43 +8,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import flash_delta
-from flash_delta.integrations.sglang import calls as sglang
-from flash_delta.integrations.vllm.calls import Layer, Tokens, calls_of
-from flash_delta.integrations.vllm.warmup import batches, caches
 from flash_delta.layers import DeltaNet, GatedDeltaNet, KimiDeltaAttention, MixerState
-from flash_delta.ops.serving import Convolution
-from flash_delta.ops.serving.warmup import compile_call
+from flash_delta.packs.engines import call_sglang, call_vllm
+from flash_delta.packs.model import MODELS, Model
 
-HIDDEN, TAPS, DRAFTS, EPS, TOKENS = 64, 4, 3, 1e-6, 69  # no length compiles kernels
-
-
-class Model(NamedTuple):
-    rule: str  # "gated_delta_rule", "kda" or "delta_rule"
-    heads: tuple[tuple[int, int], ...]  # key and value heads of its sizes
-    K: int
-    V: int
-    parts: tuple[int, ...] = (1,)  # among how many GPUs the heads may be divided
-    family: str | None = None  # in transformers
-    doubled: bool = False  # whether beta reaches 2
-    served: bool = True  # by the plugins for engines
+HIDDEN, TOKENS = 64, 69  # no length compiles kernels
 
 
-MODELS = {
-    "Qwen3-Next": Model("gated_delta_rule", ((16, 32),), 128, 128, (1, 2, 4, 8), "qwen3_next"),
-    "Qwen3.5": Model("gated_delta_rule", ((16, 32), (16, 48), (16, 64)), 128, 128, (1, 2, 4, 8), "qwen3_5"),
-    "Kimi-Linear": Model("kda", ((32, 32),), 128, 128, (1, 2, 4, 8), "kimi_linear"),
-    "OLMo-hybrid": Model("gated_delta_rule", ((30, 30),), 96, 192, (1, 2, 3), "olmo_hybrid", doubled=True),
-    "fla-GatedDeltaNet": Model("gated_delta_rule", ((6, 6),), 256, 512, served=False),
-    "fla-KimiDeltaAttention": Model("kda", ((16, 16),), 128, 128, served=False),
-    "fla-DeltaNet": Model("delta_rule", ((4, 4),), 256, 256, served=False),
-}
 Calls = Iterator[Callable[[], Any]]
 
 
@@ -64,8 +40,8 @@ def _calls(model: Model, H: int, HV: int) -> Calls:
         yield from _calls_of_layer(_layer(model, H, HV), dtype)
     if model.served:
         for dtype in (torch.float32, torch.bfloat16):  # of states
-            yield partial(_call_vllm, model, H, HV, dtype)
-            yield partial(_call_sglang, model, H, HV, dtype)
+            yield partial(call_vllm, model, H, HV, dtype, TOKENS)
+            yield partial(call_sglang, model, H, HV, dtype, TOKENS)
 
 
 def _calls_of_op(model: Model, H: int, HV: int) -> Calls:
@@ -179,71 +155,3 @@ def _calls_in_transformers(model: Model, H: int, HV: int) -> Calls:
 
     yield from (partial(train, x), partial(train, row, **packing))
     yield from (partial(generate, x), partial(generate, x[:1]), partial(generate, row, **packing))
-
-
-def _call_vllm(model: Model, H: int, HV: int, states: torch.dtype) -> None:
-    """What the plugin for vLLM calls for rows, drafts and prompts. With drafts a block has more inputs."""
-    D, gates = 2 * H * model.K + HV * model.V, (HV, model.K) if model.rule == "kda" else (HV,)
-    tokens = _tokens_of(model, H, HV, torch.zeros(TOKENS, D, dtype=torch.bfloat16), gates)
-    for drafts in (0, DRAFTS):
-        shapes, dtypes = ((TAPS - 1 + drafts, D), (HV, model.V, model.K)), (torch.bfloat16, states)
-        module = SimpleNamespace(
-            get_state_shape=partial(tuple, shapes), get_state_dtype=partial(tuple, dtypes), num_spec=drafts,
-            cache_config=None, A_log=torch.zeros(HV),
-        )  # fmt: skip
-        inputs, pool = caches(module)
-        inputs = inputs.transpose(-1, -2)
-        convolution = Convolution(inputs, torch.zeros(D, TAPS, dtype=torch.bfloat16), rolling=drafts > 0)
-        options = _raw(model, HV, gates) | {
-            "state_pool": pool, "state_v_first": True, "null_slot": 0, "use_qk_l2norm_in_kernel": True,
-            "convolution": convolution,
-        }  # fmt: skip
-        norm = SimpleNamespace(weight=torch.zeros(model.V), eps=EPS, activation="silu")
-        for layer in (Layer(model.rule, options, norm), Layer(model.rule, options, None)):
-            x = tokens if layer.norm else tokens._replace(gate=None)
-            for batch in batches(module, x):
-                for op, arguments in calls_of(layer, x.first(batch.num_actual_tokens), batch)[0]:
-                    compile_call(op, arguments)
-
-
-def _raw(model: Model, HV: int, gates: tuple[int, ...]) -> dict[str, Any]:
-    vectors = {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(gates).flatten()}
-    return vectors | {
-        "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": model.doubled,
-    }  # fmt: skip
-
-
-def _tokens_of(model: Model, H: int, HV: int, mixed: Tensor, gates: tuple[int, ...]) -> Tokens:
-    K, V, n = model.K, model.V, len(mixed)
-    q, k, v = mixed.split([H * K, H * K, HV * V], 1)
-    g, beta = torch.zeros(n, *gates, dtype=torch.bfloat16), torch.zeros(n, HV, dtype=torch.bfloat16)
-    gate, out = torch.zeros(2, n, HV, V, dtype=torch.bfloat16)
-    return Tokens(q.unflatten(1, (H, K)), k.unflatten(1, (H, K)), v.unflatten(1, (HV, V)), g, beta, gate, out)
-
-
-def _call_sglang(model: Model, H: int, HV: int, states: torch.dtype) -> None:
-    """What the plugin for SGLang calls: rows whose q, k and v are in one tensor or not, drafts, and prompts."""
-    gates = (HV, model.K) if model.rule == "kda" else (HV,)
-    mixed = torch.zeros(TOKENS, 2 * H * model.K + HV * model.V, dtype=torch.bfloat16)
-    x = _tokens_of(model, H, HV, mixed, gates).each(lambda t: t[None])
-    pool, rows = torch.zeros(2, HV, model.V, model.K, dtype=states), torch.zeros(TOKENS, dtype=torch.int32)
-    vectors = {"A_log": torch.zeros(HV), "dt_bias": torch.zeros(gates).flatten()}
-    own = vectors | {"ssm_states": pool, "cache_indices": rows}
-    few = own | {"cache_indices": rows[:2], "query_start_loc": torch.tensor([0, DRAFTS, TOKENS], dtype=torch.int32)}
-    a, b = x.g[0].flatten(1), x.beta[0]
-    drafts = {
-        "intermediate_states_buffer": torch.zeros(2, DRAFTS, HV, model.V, model.K, dtype=states),
-        "intermediate_state_indices": rows[:2], "cache_steps": DRAFTS,
-    }  # fmt: skip
-    prompt = {name: value for name, value in few.items() if name not in vectors}
-    given = model.rule, x.q, x.k, x.v
-    for call in (
-        sglang.packed_decode(model.rule, mixed, a, b, **own, scale=model.K**-0.5, num_v_heads=HV, head_v_dim=model.V),
-        sglang.decode(*given, a, b, **own),
-        sglang.target_verify(
-            model.rule, *vectors.values(), *given[1:], a, b, **prompt, **drafts, retrieve_parent_token=None
-        ),
-        sglang.extend(*given, x.g.float(), x.beta.float(), **prompt),
-        sglang.extend(*given, x.g, x.beta, **few, beta_is_raw=True),
-    ):
-        compile_call(call.op, call.arguments)
