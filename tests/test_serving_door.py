@@ -36,7 +36,7 @@ WRONG = [  # changed arguments, what the message must contain
     ({"state_pool": z(9, 2, 24, 16, device="meta")}, "state_pool: expected a tensor on cpu like q, got one on meta"),
     (
         {"state_pool": z(1, 2, 24, 16).expand(9, -1, -1, -1)},
-        "state_pool: expected no stride of 0, since the call writes to each slot, got",
+        "state_pool: expected no stride of 0 (slots have numbers of their own), got",
     ),
     ({"state_pool": None}, "state_pool: expected a tensor [slots, 2, 24, 16], got None"),
     ({"read_indices": [0, 1]}, "read_indices: expected a tensor [2], got list"),
@@ -82,7 +82,7 @@ WRONG = [  # changed arguments, what the message must contain
     ({"write_pool": z(5, 2, 24, 16, dtype=INDEX)}, "write_pool: expected a dtype among torch.float16, "),
     (
         {"write_pool": z(5, 1, 24, 16).expand(-1, 2, -1, -1), "write_indices": index(2)},
-        "write_pool: expected no stride of 0, since the call writes to each slot, got",
+        "write_pool: expected no stride of 0 (slots have numbers of their own), got",
     ),
     (
         {"write_pool": z(5, 2, 2, 24, 16), "write_indices": index(2)},

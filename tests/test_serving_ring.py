@@ -220,13 +220,15 @@ def test_bad_arguments_are_named(error):
         ("state_v_first: expected True or False", {"state_v_first": "False"}),
         ("checkpoint_offsets: expected a tensor [2], got None", {"checkpoint_indices": torch.tensor([0, 1])}),
         ("state_pool: expected at least one layer", {"layers": 0}),
+        ("state_pool: expected no stride of 0", {"layers": 2}),
     ],
 )
 def test_bad_arguments_of_commit_are_named(error, more):
     x = make_call(B=2, T=3)
     pool, records, rows = x["state_pool"], make_ring(x), slots([0, 1], x)
     if "layers" in more:
-        pool, *records = (t.new_empty(0, *t.shape) for t in (pool, *records))
+        pool, *records = (t.expand(more["layers"], *t.shape) for t in (pool, *records))
+        records = [t.contiguous() for t in records]
     ring = Ring(*records, read=rows, counts=rows)
     options = {"state_v_first": True} | {name: value for name, value in more.items() if name != "layers"}
     with pytest.raises(ValueError, match="commit: ") as raised:

@@ -8,17 +8,17 @@ from flash_delta.ops._transforms import is_traced
 from flash_delta.problem import Problem
 
 
-def check_pool(p: Problem, name: str, pool: Tensor) -> None:
-    """Check a pool, except its shape."""
+def check_pool(p: Problem, name: str, pool: Tensor, slots: int = 0) -> None:
+    """Check a pool, except its shape. ``slots``: its axis of slots."""
     check_kind(p.op, name, pool, p.device)
-    check_strides(p.op, name, pool)
+    check_strides(p.op, name, pool, slots)
 
 
 def check_strides(op: str, name: str, pool: Tensor, slots: int = 0) -> None:
     """Check the strides of a pool. ``slots``: its axis of slots."""
     axes = list(zip(pool.shape, pool.stride(), strict=True))
     if any(size > 1 and stride == 0 for size, stride in axes):
-        refuse(op, name, "no stride of 0, since the call writes to each slot", f"strides {list(pool.stride())}")
+        refuse(op, name, "no stride of 0 (slots have numbers of their own)", f"strides {list(pool.stride())}")
     if sum((size - 1) * stride for size, stride in axes[slots + 1 :]) >= 2**31:
         refuse(op, name, "every slot to span fewer than 2^31 numbers", f"strides {list(pool.stride())}")
 

@@ -65,7 +65,7 @@ def describe_commit(x: Committed, options: CommitOptions) -> Problem:
             )
         if t is not None:
             check_kind(op, name, t, p.device, INDEX_DTYPES if name in NAMES[4:] else DTYPES)
-    check_pool(p, "state_pool", x.state_pool[0] if layers else x.state_pool)
+    check_pool(p, "state_pool", x.state_pool, len(layers))
     return p
 
 

@@ -24,11 +24,11 @@ class Int8States(NamedTuple):
     the memory that it takes in float32, or 52 % of that in bfloat16.
 
     Args:
-        states: q, ``[slots, HV, V, K]``, or ``[slots, HV, K, V]`` as the pool has it; int8, any strides. With layers
-            ``[layers, slots, HV, V, K]``.
+        states: q, ``[slots, HV, V, K]``, or ``[slots, HV, K, V]`` as the pool has it; int8, any strides but 0. With
+            layers ``[layers, slots, HV, V, K]``.
         scale: s, likewise, but with one column or with one row: ``[slots, HV, V, 1]`` has a scale for each row of a
-            state, ``[slots, HV, 1, K]`` for each column. float32 or bfloat16, any strides. float16 is refused, because
-            it rounds scales below 3e-8 to 0.
+            state, ``[slots, HV, 1, K]`` for each column. float32 or bfloat16, any strides but 0. float16 is refused,
+            because it rounds scales below 3e-8 to 0.
 
     Example:
         >>> import torch
@@ -62,13 +62,13 @@ def quantize_states(
 
     * s is rounded so that q s is exact: in float32 downwards to 17 bits, in bfloat16 to nearest. Ties of q go to even.
     * Each number differs from q s by at most s / 2, apart from a part in 2^16 of s.
-    * States that come back to a float32 pool give the same q and s again, bit for bit.
+    * States that come back to the pool give the same q and s again, bit for bit.
     * If a number is NaN or infinite, all numbers that share its scale come back as NaN. If no number of them is above
       2^-127, all come back as zeros. The least scale apart from 0 is 2^-126.
 
     Args:
-        state_pool: ``[slots, HV, V, K]`` or ``[slots, HV, K, V]``, float32, bfloat16 or float16, any strides. With
-            layers ``[layers, slots, HV, V, K]``. It is only read.
+        state_pool: ``[slots, HV, V, K]`` or ``[slots, HV, K, V]``, float32, bfloat16 or float16, any strides but 0.
+            With layers ``[layers, slots, HV, V, K]``. It is only read.
         read_indices: slots of the pool, ``[N]``, int32 or int64, for all layers. Rows may read the same slot.
         store: the states in int8, which are written. With layers both of its tensors have them.
         write_indices: slots of the store, ``[N]``, int32 or int64. Rows must not share one. On a CPU such a call is
@@ -111,15 +111,16 @@ def dequantize_states(
     .. math::
         S = q \, s
 
-    It is exact in a float32 pool. Pools of 16 bits round it, and in float16 numbers beyond 65,504 become infinite. With
-    scales in bfloat16 the largest number of a row comes back changed by up to 0.4 %, so it may then be such a number.
+    It is exact in a float32 pool. Pools of 16 bits round it, and what is beyond their largest number becomes infinite
+    (65,504 in float16). With scales in bfloat16 the largest number of a row comes back changed by up to 0.4 %, so it
+    may then be beyond.
     Launches are as in :func:`quantize_states`.
 
     Args:
         store: the states in int8, as :func:`quantize_states` writes them. It is only read.
         read_indices: slots of the store, ``[N]``, int32 or int64, for all layers. Rows may read the same slot.
-        state_pool: ``[slots, HV, V, K]`` or ``[slots, HV, K, V]``, float32, bfloat16 or float16, any strides. With
-            layers ``[layers, slots, HV, V, K]``. Its slots ``write_indices`` are written.
+        state_pool: ``[slots, HV, V, K]`` or ``[slots, HV, K, V]``, float32, bfloat16 or float16, any strides but 0.
+            With layers ``[layers, slots, HV, V, K]``. Its slots ``write_indices`` are written.
         write_indices: slots of the pool, ``[N]``, int32 or int64. Rows must not share one. On a CPU such a call is
             refused. On a GPU the state in this slot is then undefined.
         null_slot: an index that is padding in both tables. Default None. A row with an index that names no slot is
