@@ -279,6 +279,32 @@ def test_drafts(batch, monkeypatch, where, known, odd):
         assert [given["beta"].stride()[1] for given in called] == [b.stride(0)] * 2
 
 
+def test_a_row_without_a_draft_goes_on_from_the_last_accepted_token(batch):
+    """Two rows draft. Then one has no draft, counted as a draft of no tokens, and the other has one. Tokens, states and
+    windows are those of single tokens."""
+    layer, single = qwen(drafts=DRAFTS), qwen()
+    x, a, b = torch.randn(10, D), torch.randn(10, HV), torch.randn(10, HV)
+    got, want, table = torch.zeros(10, HV, V), torch.zeros(10, HV, V), torch.tensor([[1, 2, 3], [4, 5, 6]]).int()
+    single.kv_cache = layer.kv_cache[0][:, : W - 1].clone(), layer.kv_cache[1].clone()
+    for step, bounds, accepted in ((slice(0, 6), index(0, 3, 6), index(1, 1)), (slice(6, 9), index(0, 1, 3), [3, 2])):
+        count = step.stop - step.start
+        batch(
+            num_spec_decodes=2, num_actual_tokens=count, num_spec_decode_tokens=count, spec_query_start_loc=bounds,
+            spec_sequence_masks=torch.tensor([True, True]), spec_state_indices_tensor=table,
+            num_accepted_tokens=torch.as_tensor(accepted).int(),
+        )  # fmt: skip
+        layer._forward_core(x[step], b[step], a[step], got[step])
+    accepted = [[0, 1, 2, 6], [3, 4, 7, 8]]  # the last of the second row's three is rejected
+    for row, tokens in zip(index(1, 4), accepted, strict=True):
+        for t in tokens:
+            batch(num_decodes=1, num_actual_tokens=1, non_spec_state_indices_tensor=row[None])
+            single._forward_core(x[t : t + 1], b[t : t + 1], a[t : t + 1], want[t : t + 1])
+    tokens = accepted[0] + accepted[1]
+    assert torch.equal(got[tokens], want[tokens])
+    assert torch.equal(layer.kv_cache[1][[1, 5]], single.kv_cache[1][[1, 4]])
+    assert torch.equal(layer.kv_cache[0][1, : W - 1], single.kv_cache[0][1])
+
+
 def test_kimi(batch):
     """The output norm is in the call."""
     layer = sys.modules[plugin.LAYERS + ".kimi_gdn_linear_attn"].KimiGatedDeltaNetAttention()

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
+from itertools import count as numbers
 from typing import Any
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
@@ -49,6 +50,39 @@ def count_calls(_: Any = None) -> Counter:
 
     plugin.calls_of, plugin.counts = counted, counts
     return counts
+
+
+def count_pauses(_: Any = None) -> None:
+    """Counts rows of this process without a draft after a draft of which tokens were accepted: their states are not
+    where those of other rows are."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from flash_delta.integrations.vllm import calls as plugin
+
+    prepare = GPUModelRunner._prepare_inputs
+
+    def counted(self, scheduled, *args):
+        prepared = prepare(self, scheduled, *args)
+        accepted, drafts = self.num_accepted_tokens.np, scheduled.scheduled_spec_decode_tokens
+        paused = [accepted[row] > 1 and name not in drafts for row, name in enumerate(self.input_batch.req_ids)]
+        plugin.counts["pauses"] += sum(map(int, paused))
+        return prepared
+
+    GPUModelRunner._prepare_inputs = counted
+
+
+def let_drafts_pause() -> None:
+    """Leaves out drafts of n-grams, as if nothing had come before: those of each row in every other step, those of all
+    rows in every third."""
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    propose, steps = NgramProposer.propose, numbers()
+
+    def paused(*args, **kwargs):
+        step = next(steps)
+        return [[] if (step + row) % 2 or step % 3 == 0 else d for row, d in enumerate(propose(*args, **kwargs))]
+
+    NgramProposer.propose = paused
 
 
 def counted_calls(_: Any) -> dict[str, int]:
@@ -120,11 +154,16 @@ def main(model: str, out: str, options: str, count: str = "40") -> None:
     if "qwen3_5" in model:
         register()
     settings = {"enforce_eager": True, "max_num_batched_tokens": 512} | json.loads(options)
+    pauses = settings.pop("pauses", False)
+    if pauses:
+        let_drafts_pause()
     llm = LLM(
         model=model, skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=8, dtype="bfloat16", seed=0,
         disable_log_stats=False, **settings,
     )  # fmt: skip
     llm.collective_rpc(count_calls)
+    if pauses:
+        llm.collective_rpc(count_pauses)
     found = complete(llm, int(count)) + complete(llm, int(count))  # the second time prompts may be in the prefix cache
     result = {"completions": found, "calls": llm.collective_rpc(counted_calls), "counted": counted_by_vllm(llm)}
     with open(out, "w") as file:

@@ -51,10 +51,10 @@ def model(tmp_path_factory):
     return made
 
 
-def completions(model, out, options, active=True):
+def completions(model, out, options, active=True, tokens=40):
     environment = os.environ | {"FLASH_DELTA_VLLM": str(int(active))}
     environment |= RANKS if options.get("tensor_parallel_size") else {}
-    command = [sys.executable, HERE / "generate_vllm.py", model, out, json.dumps(options)]
+    command = [sys.executable, HERE / "generate_vllm.py", model, out, json.dumps(options), str(tokens)]
     subprocess.run(command, check=True, env=environment, timeout=600)
     return json.loads(out.read_text())
 
@@ -97,6 +97,23 @@ def test_completions(model, own, name, tmp_path):
         assert set(calls) == {f"decode_{rule}", f"prefill_{rule}"}
     cached = sum(tokens for *_, tokens in found["completions"])
     assert (cached > 0) == (name == "prefix-cache")
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's Qwen3.5 imports torchvision")
+def test_drafts_that_pause(tmp_path):
+    """Rows have no draft after accepted ones. If their states lack the accepted tokens, they are 3.7 times as far off
+    as without drafts."""
+    model, runs = tmp_path / "qwen3_5", {"plain": PLAIN, "pauses": SPECULATION | PLAIN | {"pauses": True}}
+    subprocess.run([sys.executable, HERE / "qwen3_5.py", model, "512", "1", "1", "0.35"], check=True)
+    reference, judged = load(model), {}
+    for name, options in runs.items():
+        options = options | {"mamba_ssm_cache_dtype": "float32"}
+        found = completions(model, tmp_path / f"{name}.json", options, tokens=100)
+        judged[name] = judge(reference, found["completions"])
+        print(name, judged[name], found["counted"], found["calls"])
+    assert found["calls"][0]["pauses"] > 50
+    assert judged["pauses"][0] >= judged["plain"][0] - 8  # of 1,000
+    assert judged["pauses"][1] <= 2 * judged["plain"][1]
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's Qwen3.5 imports torchvision")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from engine_tables import missing
 
-from flash_delta.integrations.vllm import calls
+from flash_delta.integrations.vllm import calls, pauses, plugin
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -64,6 +64,22 @@ def test_the_metadata_have_what_the_plugin_reads():
     assert read <= {*re.findall(r"^    (\w+):", fields, re.MULTILINE)}
     checkpoint = (VLLM / "model_executor/layers/mamba/checkpoint.py").read_text()
     assert {*re.findall(r"checkpoint\.(\w+)", ours)} <= {*re.findall(r"^    (\w+):", checkpoint, re.MULTILINE)}
+
+
+def test_rows_without_drafts_are_counted():
+    """By vLLM itself since `pauses.RIGHT`, or by the plugin, from what the runner has. Then numbers of draft tokens
+    are compared with 0, and nothing else."""
+    version = next(filter(None, map(plugin._version, plugin.PACKAGES)))
+    runner = (VLLM / "v1/worker/gpu_model_runner.py").read_text()
+    of_itself = "use_spec_decode = self.speculative_config is not None" in runner
+    assert of_itself == (tuple(map(int, version.split(".")[:2])) >= pauses.RIGHT)
+    if not of_itself:
+        read = {*re.findall(r"\b(?:runner|batch)\.(\w+)", Path(pauses.__file__).read_text().split("def _count")[1])}
+        assert len(read) == 5
+        assert all(re.search(rf"\bself\.(input_batch\.)?{name}\b", runner) for name in read)
+        build = METADATA.read_text().split("def build(")[1].split("def build_for")[0]
+        uses = re.findall(r"num_decode_draft_tokens_cpu(:| is None| >= 0|.*)", build)
+        assert sorted(uses) == [" >= 0", " is None", ":", "[num_decode_draft_tokens_cpu >= 0]"]
 
 
 def test_replay_is_refused_by_vllm_or_declined():

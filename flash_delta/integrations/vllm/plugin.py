@@ -24,6 +24,7 @@ from torch import Tensor
 import flash_delta
 from flash_delta.integrations.vllm.calls import VARIABLE, Layer, Tokens, decline, is_declined, logger, run, unfit, warn
 from flash_delta.integrations.vllm.packed import is_packed, pack
+from flash_delta.integrations.vllm.pauses import count_rows_without_drafts
 from flash_delta.integrations.vllm.warmup import warm
 from flash_delta.ops.serving import Convolution
 
@@ -195,6 +196,7 @@ def _announce() -> None:
     version = next(found for name in PACKAGES if (found := _version(name)) is not None)
     tested = "tested" if _is_tested(version) else f"not tested; {KNOWN} are"
     logger.info("flash_delta %s in vLLM %s (%s): %s", flash_delta.__version__, version, tested, ", ".join(_active))
+    count_rows_without_drafts(version)
 
 
 def _version(package: str) -> str | None:
@@ -212,13 +214,11 @@ def _replace(name: str, methods: dict[str, Callable]) -> None:
             return
         cls = getattr(import_module(module), cls)
     except Exception as error:  # a server must go on, whatever error a version of vLLM raises
-        warn(name, error)
-        return
+        return warn(name, error)
     methods = {method: ours for method, ours in methods.items() if hasattr(cls, method)}
     theirs = {method: getattr(cls, method) for method in methods}
     if not methods:
-        warn(name, "it has none of the methods that are known here")
-        return
+        return warn(name, "it has none of the methods that are known here")
     if cls.__name__ in _active:
         return
     for method, ours in methods.items():
