@@ -147,7 +147,7 @@ class ElementwiseBackend(Protocol):
         """``y [N, D]`` for one token ``x [N, D]`` of every row. ``initial_state`` is updated in place."""
 
     def normalize(self, problem: NormProblem, inputs: Normalized, known: KnownCall | None = None) -> Tensor:
-        """``y`` in x's shape and dtype, contiguous."""
+        """``y`` in x's shape and ``problem.output_dtype``, contiguous."""
 
     def normalize_backward(
         self, problem: NormProblem, inputs: Normalized, dy: Tensor, known: KnownCall | None = None

@@ -452,7 +452,7 @@ def test_operators_are_what_they_say():
     arguments = (x, weight, None, state, bounds, "causal_conv1d", "silu", True, "triton")
     torch.library.opcheck(ops.causal_conv1d.default, arguments)
     scale, gate = random(4, seed=3).requires_grad_(), random(1, 3, 4, seed=4).requires_grad_()
-    torch.library.opcheck(ops.rms_norm.default, (x, scale, gate, "gated_rms_norm", "silu", 1e-5, "triton"))
+    torch.library.opcheck(ops.rms_norm.default, (x, scale, gate, "gated_rms_norm", "silu", 1e-5, torch.half, "triton"))
     x, form = x.detach().requires_grad_(), ("scalar", True, None)
     arguments = (x, scale, None, "fused_gdn_gate", *form, torch.bfloat16, "triton")
     torch.library.opcheck(ops.log_decay.default, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from flash_delta.layers.documents import read_documents
 from flash_delta.layers.packing import check_inputs, check_positions, check_width
 from flash_delta.layers.state import AttentionState
 from flash_delta.ops._check.options import as_float, as_size
+from flash_delta.ops._operators.define import define
 from flash_delta.parallel import ContextParallel
 
 
@@ -117,7 +119,8 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        rotation = _rotation(positions, self.head_dim, self.rope_theta, q.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)  # 16 bits cannot hold a long position
+        rotation = _rotation(positions, self.head_dim, self.rope_theta, wide)  # cos, sin [B, 1, T, head_dim / 2]
         q, k = _rotate(q, rotation), _rotate(k, rotation)
         if past.keys is not None:
             k, v = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
@@ -184,16 +187,22 @@ def _row_layout(queries: Tensor, keys: Tensor, boundaries: Tensor) -> _Layout:
     return _Layout(positions[None], allowed[None, None], (queries < boundaries[-1])[None])
 
 
-def _rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [B, T] -> cos, sin [B, 1, T, width / 2], at least in fp32, since 16 bits cannot hold a long
-    position."""
-    dtype = torch.promote_types(dtype, torch.float32)
+def _find_rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> list[Tensor]:
     frequency = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width)
     angle = positions[:, None, :, None].to(dtype) * frequency
-    return angle.cos(), angle.sin()
+    return [angle.cos(), angle.sin()]
 
 
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def _empty_rotation(positions: Tensor, width: int, _: float, dtype: torch.dtype) -> list[Tensor]:
+    B, T = positions.shape
+    return [positions.new_empty(B, 1, T, width // 2, dtype=dtype) for _ in range(2)]
+
+
+# An operator, because a compiler would compute the angles again for each number of q and k.
+_rotation = define("rotation", _find_rotation, _empty_rotation)
+
+
+def _rotate(x: Tensor, rotation: Sequence[Tensor]) -> Tensor:
     """Rotates x [B, heads, T, head_dim]. Channels i and i + head_dim / 2 are a pair."""
     cos, sin = rotation
     left, right = x.to(cos.dtype).chunk(2, dim=-1)

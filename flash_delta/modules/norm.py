@@ -65,6 +65,8 @@ def gated_rms_norm(
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last axis (arXiv:1910.07467).
 
+    Under autocast y has autocast's dtype, as the result of `nn.Linear` does: a projection after it would round y anyway.
+
     Args:
         hidden_size: width of the last axis.
         eps: added to the mean square. Default 1e-5.
@@ -101,8 +103,9 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size] -> the same shape and dtype."""
-        return rms_norm(x, shared(self.weight), self.eps, self.backend)
+        """x [..., hidden_size] -> the same shape, in x's dtype or autocast's."""
+        fields = "rms_norm", None, self.eps, autocast_dtype(x)
+        return compute(NORM, Normalized(x, shared(self.weight)), fields, self.backend)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -143,11 +146,20 @@ class GatedRMSNorm(RMSNorm):
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate [..., hidden_size] -> the same shape, in x's dtype."""
-        return gated_rms_norm(x, gate, shared(self.weight), self.eps, self.activation, self.backend)
+        """x, gate [..., hidden_size] -> the same shape, in x's dtype or autocast's."""
+        fields = "gated_rms_norm", ACTIVATIONS[self.activation], self.eps, autocast_dtype(x)
+        return compute(NORM, Normalized(x, shared(self.weight), gate), fields, self.backend)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast wants the result of a norm of ``x``; None if it wants none."""
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None  # torch raises an error for "meta", and casts no float64
+    return torch.get_autocast_dtype(kind)
 
 
 def _refuse_activation(name: str, activation: str) -> NoReturn:

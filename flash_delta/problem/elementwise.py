@@ -57,6 +57,7 @@ class NormProblem(NamedTuple):
     device: Compiled[torch.device]
     activation: Schema[Compiled[str | None]]
     eps: Schema[float]
+    output_dtype: Schema[Compiled[torch.dtype | None]] = None  # None: x's
 
 
 class Normalized(NamedTuple):

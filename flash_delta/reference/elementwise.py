@@ -90,7 +90,7 @@ def normalize(p: NormProblem, x: Normalized, known: KnownCall | None = None) -> 
     if p.activation is not None:
         gate = x.gate.to(y.dtype)
         y = y * (F.silu(gate) if p.activation == "silu" else torch.sigmoid(gate))
-    return y.to(x.x.dtype)
+    return y.to(p.output_dtype or x.x.dtype)
 
 
 def normalize_backward(p: NormProblem, x: Normalized, dy: Tensor, known: KnownCall | None = None) -> Normalized:

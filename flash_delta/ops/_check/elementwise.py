@@ -37,7 +37,9 @@ def describe_column(x: Convolved, op: str, activation: str | None) -> Convolutio
     return describe_token(x._replace(x=x.x[..., 0]), op, activation)
 
 
-def describe_norm(x: Normalized, op: str, activation: str | None, eps: float) -> NormProblem:
+def describe_norm(
+    x: Normalized, op: str, activation: str | None, eps: float, output_dtype: torch.dtype | None = None
+) -> NormProblem:
     """Check a call and describe it."""
     (D,) = check_shape(op, "weight", x.weight, "D")
     if not isinstance(x.x, Tensor) or x.x.shape[-1:] != (D,):
@@ -46,7 +48,7 @@ def describe_norm(x: Normalized, op: str, activation: str | None, eps: float) ->
     if x.gate is not None:
         check_shape(op, "gate", x.gate, *x.x.shape)
     _check_tensors(op, x, x._fields)
-    return NormProblem(op, D, _widest(x), x.x.device, activation, as_eps(op, "eps", eps))
+    return NormProblem(op, D, _widest(x), x.x.device, activation, as_eps(op, "eps", eps), output_dtype)
 
 
 def describe_gate(x: Gated, op: str, form: Form, output_dtype: torch.dtype) -> GateProblem:

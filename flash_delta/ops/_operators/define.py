@@ -146,7 +146,9 @@ def _define_low(
 
 
 def _register(name: str, schema: str, run: Callable[..., Any], key: str) -> OpOverload:
-    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # A compiler may leave gaps between rows, as it likes to do for aligned products. Asked for exact strides, it would
+    # copy such a tensor for each call.
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     LIBRARY.impl(name, run, key)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 

@@ -75,7 +75,7 @@ CONVOLUTION = Operation(
 )  # fmt: skip
 NORM = Operation(
     "rms_norm", Normalized, _fields(NormProblem), describe_norm, "normalize", "normalize_backward",
-    lambda p: p.D <= WIDEST_ROW, lambda p, x: [x.x.new_empty(x.x.shape)],
+    lambda p: p.D <= WIDEST_ROW, lambda p, x: [x.x.new_empty(x.x.shape, dtype=p.output_dtype)],
 )  # fmt: skip
 GATE = Operation(
     "log_decay", Gated, _fields(GateProblem, gate=GateFields), describe_gate, "gate", "gate_backward",

@@ -122,7 +122,7 @@ class NormGradient(NamedTuple):
 def plan_norm(p: NormProblem, chip: Chip, x: Normalized) -> Plan:
     """y, in the shape of x."""
     made = Making()
-    y = made.like("y", x.x)
+    y = made.new("y", x.x.shape, p.output_dtype or x.x.dtype)
     if 0 in x.x.shape:
         return Plan((), tuple(made), (y,))
     M, BD, rows, t = prod(x.x.shape[:-1]), *row_tile(p.D, ROWS)
