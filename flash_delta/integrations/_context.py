@@ -11,9 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from flash_delta.layers.attention import split_layout
 from flash_delta.modules import causal_conv1d
 from flash_delta.parallel import ContextParallel
 
@@ -43,10 +41,7 @@ def attention(
         raise ValueError(f"cp_context: expected a ContextParallel with the attention {ATTENTION!r}, got None")
     if sliding_window is not None:
         raise ValueError(f"sliding_window: expected None with cp_context, got {sliding_window}")
-    key, value = (cp_context.gather_tokens(x, dim=2) for x in (key, value))
-    allowed = split_layout(cp_context, query.device).allowed
-    o = F.scaled_dot_product_attention(query, key, value, allowed, dropout, scale=scaling, enable_gqa=True)
-    return o.transpose(1, 2), None
+    return cp_context.attend(query, key, value, dropout_p=dropout, scale=scaling).transpose(1, 2), None
 
 
 def convolve(

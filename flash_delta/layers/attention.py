@@ -15,6 +15,7 @@ from flash_delta.layers.state import AttentionState
 from flash_delta.ops._check.options import as_float, as_size
 from flash_delta.ops._operators.define import define
 from flash_delta.parallel import ContextParallel
+from flash_delta.parallel.attention import attend_packed
 
 
 class Attention(nn.Module):
@@ -81,9 +82,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with three differences.
 
-        Packed sequences and documents need a [T, T] mask, so memory grows with the square of the row's length. If a row
-        is split over ranks, each rank has the keys and values of all ranks and its own rows of the mask. Packed rows
-        cannot be combined with a state, because caches of different lengths do not form one row.
+        Documents (``position_ids``) need a [T, T] mask, so memory grows with the square of the row's length. So it does
+        for ``cu_seqlens``, unless PyTorch has a kernel for them (on a GPU in 16 bits, from torch 2.10 on). If a row is
+        split over ranks that divide the heads, each rank computes all tokens of its own heads. Otherwise it has the
+        keys and values of all ranks, and its own rows of a mask. Packed rows cannot be combined with a state, because
+        caches of different lengths do not form one row.
 
         position_ids [B, T] or [1, T] are also the positions by which q and k are rotated. If they are None, positions
         count the tokens of each sequence from 0, without padding, and after a state they continue.
@@ -101,10 +104,13 @@ class Attention(nn.Module):
         key_mask = None
         if cp_context is not None:
             cp_context.check(hidden_states, attention_mask, cu_seqlens)
-            layout = split_layout(cp_context, hidden_states.device)
+            bounds = cp_context.place(cp_context.split.cu_seqlens, hidden_states.device)
+            row = torch.arange(cp_context.split.total, device=hidden_states.device)
+            layout = _row_layout(cp_context.shard(row, dim=0), bounds)
         elif cu_seqlens is not None:
             check_inputs(hidden_states, attention_mask, cu_seqlens)
-            layout = _packed_layout(hidden_states, cu_seqlens)
+            row = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            layout = _row_layout(row, cu_seqlens.long())
         else:
             key_mask = past.extended_mask(check_inputs(hidden_states, attention_mask, None), hidden_states.shape[1])
             layout = _batch_layout(hidden_states, past.length, key_mask)
@@ -124,12 +130,15 @@ class Attention(nn.Module):
         q, k = _rotate(q, rotation), _rotate(k, rotation)
         if past.keys is not None:
             k, v = torch.cat([past.keys, k], dim=2), torch.cat([past.values, v], dim=2)
-        if cp_context is not None:
-            k, v = cp_context.gather_tokens(torch.stack([k, v]), dim=3)
         if state is not None:
             state.keys, state.values, state.mask = k, v, key_mask
-        is_causal = layout.allowed is None
-        o = F.scaled_dot_product_attention(q, k, v, layout.allowed, is_causal=is_causal, enable_gqa=True)
+        if cp_context is not None:
+            o = cp_context.attend(q, k, v)
+        elif cu_seqlens is not None:
+            o = attend_packed(q, k, v, None, torch.cat([cu_seqlens, cu_seqlens.new_full((1,), q.shape[2])]))
+        else:
+            is_causal = layout.allowed is None
+            o = F.scaled_dot_product_attention(q, k, v, layout.allowed, is_causal=is_causal, enable_gqa=True)
         return layout.zero_padding(self.o_proj(o.transpose(1, 2).flatten(2)))
 
 
@@ -167,24 +176,11 @@ def _batch_layout(hidden_states: Tensor, past: int, key_mask: Tensor | None) -> 
     return _Layout(positions, allowed[:, None], key_mask[:, past:])
 
 
-def _packed_layout(hidden_states: Tensor, cu_seqlens: Tensor) -> _Layout:
-    """One row of sequences. Tokens after the last boundary count as one more sequence, which is padding."""
-    tokens = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-    return _row_layout(tokens, tokens, cu_seqlens.long())
-
-
-def split_layout(context: ContextParallel, device: torch.device) -> _Layout:
-    """The layout of this rank's tokens of a row, with the keys of all ranks."""
-    tokens = torch.arange(context.split.total, device=device)
-    return _row_layout(context.shard(tokens, dim=0), tokens, context.place(context.split.cu_seqlens, device))
-
-
-def _row_layout(queries: Tensor, keys: Tensor, boundaries: Tensor) -> _Layout:
-    """The layout for queries [T] and keys [S], which are given by their places in a row of sequences."""
-    sequence_of_query, sequence_of_key = (torch.searchsorted(boundaries[1:], x, right=True) for x in (queries, keys))
-    allowed = (sequence_of_key == sequence_of_query[:, None]) & (keys <= queries[:, None])
-    positions = queries - boundaries[sequence_of_query]
-    return _Layout(positions[None], allowed[None, None], (queries < boundaries[-1])[None])
+def _row_layout(tokens: Tensor, bounds: Tensor) -> _Layout:
+    """The layout of tokens [T] that are given by their places in a row of sequences. Tokens after the last bound count
+    as one more sequence, which is padding."""
+    positions = tokens - bounds[torch.searchsorted(bounds[1:], tokens, right=True)]
+    return _Layout(positions[None], None, (tokens < bounds[-1])[None])
 
 
 def _find_rotation(positions: Tensor, width: int, theta: float, dtype: torch.dtype) -> list[Tensor]:

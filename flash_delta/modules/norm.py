@@ -65,7 +65,7 @@ def gated_rms_norm(
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight, over the last axis (arXiv:1910.07467).
 
-    Under autocast y has autocast's dtype, as the result of `nn.Linear` does: a projection after it would round y anyway.
+    Under autocast y has autocast's dtype, as the result of `nn.Linear` has: a projection after it would round y anyway.
 
     Args:
         hidden_size: width of the last axis.

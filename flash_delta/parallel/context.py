@@ -2,9 +2,11 @@
 group."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
+from flash_delta.parallel.attention import attend_split
 from flash_delta.parallel.delta_rule import LocalRun, delta_rule
 from flash_delta.parallel.halo import Borders, Halo
 from flash_delta.parallel.part import Part
@@ -80,6 +82,10 @@ class ContextParallel(Part):
         """The tokens of the whole row along ``dim``, in order. ``x`` has this rank's tokens. The gradient of ``x`` is
         the sum of the gradients on all ranks."""
         return AllTokens.apply(self, dim, x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Called by softmax attention; see `flash_delta.parallel.attention`."""
+        return attend_split(self, q, k, v, **options)
 
     def times(self, n: int) -> "ContextParallel":
         """Called by ops with n updates per token, for which it is the split of n times as many tokens."""

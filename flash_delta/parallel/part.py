@@ -1,4 +1,4 @@
-"""One rank's part of a row, and the only collective operation of the group."""
+"""One rank's part of a row, and the two collective operations of the group."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -89,6 +89,12 @@ class Part:
         everyones = x.new_empty(self.size, *x.shape)
         work = dist.all_gather(list(everyones), x.contiguous(), group=self.group, async_op=True)
         return everyones, work
+
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """``sent`` rows of ``x`` go to each rank, one after the other. So many rows come from each."""
+        found = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(found, x.contiguous(), list(received), list(sent), group=self.group)
+        return found
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
