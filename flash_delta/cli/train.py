@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Options that are allowed beside --resume. They say how and where to compute, how far and how fast.
 FREE_TO_CHANGE = {"out", "resume", "keep", "device", "context_parallel", "shard", "accumulate"}
-FREE_TO_CHANGE |= {"activation_checkpointing", "report_to", "steps", "lr"}
+FREE_TO_CHANGE |= {"activation_checkpointing", "compile", "report_to", "steps", "lr"}
 COUNT = {"min": 1, "max": 99_999_999}
 
 
@@ -54,6 +54,7 @@ def train(
     activation_checkpointing: Annotated[
         bool, typer.Option("--activation-checkpointing", help="Keep layers' inputs only; compute the rest twice.")
     ] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile blocks by torch.compile.")] = False,
     report_to: Annotated[
         str | None, typer.Option(help="Where Trainer also logs: tensorboard, wandb, ..., separated by commas.")
     ] = None,
@@ -72,7 +73,7 @@ def train(
     options = {"use_cpu": where.type == "cpu", "save_total_limit": keep, "report_to": _loggers(report_to)}
     if ":" in device:
         raise ValueError(f"device: expected cpu or cuda (CUDA_VISIBLE_DEVICES chooses one), got {device!r}")
-    given, layout = _given(ctx), Layout(context_parallel, shard, accumulate, activation_checkpointing)
+    given, layout = _given(ctx), Layout(context_parallel, shard, accumulate, activation_checkpointing, compile)
     if shard > 1 and where.type == "cpu":
         raise ValueError(f"shard: expected 1 on {where}, where accelerate has no FSDP2, got {shard}")
     settings = _settings(ctx.params, given, out if resume else None)

@@ -46,6 +46,7 @@ class Layout:
     shard: int = 1  # ranks that share one copy of the parameters and moments (FSDP2); 1: each has all (DDP)
     accumulate: int = 1  # passes per step, one after the other
     activation_checkpointing: bool = False  # save only a layer's input, and run the layer again for its gradients
+    compile: bool = False  # blocks, by torch.compile
 
 
 def write_run(folder: str | Path, settings: Settings, corpus: Summary) -> None:

@@ -36,10 +36,11 @@ from flash_delta.models import parameter_groups
 from flash_delta.training.batches import Collator, Windows, mean_of_nats, sum_of_nats
 from flash_delta.training.checkpoint import first_not_finite, latest_checkpoint
 from flash_delta.training.corpus import Corpus, evaluation_starts, require_length, training_starts
+from flash_delta.training.flops import flops_per_token, peak_tflops
 from flash_delta.training.settings import Layout, Settings, write_run
 
 NATS_PER_BIT = math.log(2)
-WARMUP_STEPS, EVAL_WINDOWS = 20, 256
+WARMUP_STEPS, EVAL_WINDOWS, EVAL_TOKENS = 20, 256, 2**22  # the last two: at most
 # transformers renamed it, and warns of the old name where it has the new one
 FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
@@ -72,6 +73,8 @@ class RunTrainer(Trainer):
         require_length(corpus, settings.seq_len)
         size = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
         _require_divisors(size, context_parallel=layout.context_parallel, shard=layout.shard)
+        if layout.compile and layout.context_parallel > 1:
+            raise ValueError("compile: expected False with context_parallel > 1, whose splits a compiler cannot see")
         ranks = size // layout.context_parallel  # those that have rows of their own
         if settings.batch_size % (ranks * layout.accumulate):
             expected = f"a multiple of {ranks * layout.accumulate} ({ranks} ranks with rows of their own, {layout})"
@@ -102,19 +105,26 @@ class RunTrainer(Trainer):
         if len(set(gather_object([corpus.summary.digest]))) > 1:
             raise ValueError(f"paths: expected the same texts on all {size} ranks, got others")
         self.corpus, self.settings, self.stop, self.stopped_by = corpus.summary, settings, stop, 0
-        self.seconds = 0.0  # of the last step
+        self.seconds = 0.0  # of the last step, with its batch, without evaluations and checkpoints
+        if layout.compile:
+            for block in model.model.layers:  # all of a kind are compiled once
+                block.compile()
+        self.flops, self.peak = flops_per_token(model, settings.seq_len) / size, peak_tflops(args.device)
         self.add_callback(StepEnd(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return parameter_groups(model, self.args.weight_decay)[0]["param_names"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds bits per byte and speed to a step's log, and the peak of the first rank's memory to an evaluation's."""
+        """Adds bits per byte and speed to a step's log, and the peak of the first rank's memory to an evaluation's.
+        Where a device's peak is known, a step's log also has ``mfu``, the model's share of it."""
         if "loss" in logs:
             tokens = self.settings.batch_size * self.settings.seq_len
             per_byte = self.corpus.train_tokens / self.corpus.train_bytes
             logs["bits_per_byte"] = logs["loss"] / NATS_PER_BIT * per_byte
             logs["tokens_per_second"] = tokens / self.seconds
+            if self.peak is not None:
+                logs["mfu"] = self.flops * logs["tokens_per_second"] / 1e12 / self.peak
         elif "eval_loss" in logs and self.args.device.type == "cuda":
             logs["eval_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         super().log(logs, start_time)
@@ -149,16 +159,22 @@ class StepEnd(TrainerCallback):
             lr_scheduler.last_epoch -= 1
             lr_scheduler.step()
 
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.began = time.perf_counter()
+
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        self.began = time.perf_counter()
+
+    def on_save(self, args, state, control, **kwargs) -> None:
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
-        self.trainer.seconds = time.perf_counter() - self.began
-        if not control.should_training_stop:
-            asked = torch.tensor([self.trainer.stop()], device=args.device)
-            self.trainer.stopped_by = int(self.trainer.accelerator.gather(asked).max())
-            if self.trainer.stopped_by:
-                control.should_save = control.should_training_stop = True
+        asked = torch.tensor([self.trainer.stop()], device=args.device)
+        stopped_by = int(self.trainer.accelerator.gather(asked).max())  # waits for all devices: the step has ended
+        now = time.perf_counter()
+        self.trainer.seconds, self.began = now - self.began, now
+        if stopped_by and not control.should_training_stop:
+            self.trainer.stopped_by = stopped_by
+            control.should_save = control.should_training_stop = True
         if control.should_save and (name := first_not_finite(model)):
             self._end(state.global_step, f"parameter {name}", math.nan)
 
@@ -182,7 +198,8 @@ def _starts(corpus: Corpus, settings: Settings, ranks_rows: int) -> tuple[Callab
         step, row = divmod(n, settings.batch_size)
         return int(training_starts(len(corpus.train), step=step, **batch)[row])
 
-    evaluation = evaluation_starts(len(corpus.held_out), EVAL_WINDOWS, settings.seq_len).tolist()
+    windows = max(1, min(EVAL_WINDOWS, EVAL_TOKENS // settings.seq_len))
+    evaluation = evaluation_starts(len(corpus.held_out), windows, settings.seq_len).tolist()
     return training, [*evaluation, *[None] * (-len(evaluation) % ranks_rows)]
 
 

@@ -1,0 +1,28 @@
+"""The arithmetic that training a model needs, and the share of a device's peak that this is (MFU)."""
+
+import torch
+
+from flash_delta.models import FlashDeltaForCausalLM
+
+PEAKS = {"H100": 989.4, "H200": 989.4}  # TFLOP/s of dense products in bfloat16, by NVIDIA's data sheets (SXM)
+
+
+def flops_per_token(model: FlashDeltaForCausalLM, seq_len: int) -> float:
+    """6 N + 6 H D T in each layer of softmax attention, as PaLM counts (arXiv:2204.02311, appendix B), but for causal
+    attention, which needs half of that paper's products.
+
+    N: the parameters without the table of embeddings, which is no product. H, D: heads and their width. T: tokens of a
+    window. What the delta rule computes beside its projections is left out, and so is all that runs twice.
+    """
+    config = model.config
+    N = model.num_parameters() - (0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel())
+    D = config.attention_head_dim or config.hidden_size // config.num_attention_heads
+    return 6 * N + 6 * config.mixers.count("attention") * config.num_attention_heads * D * seq_len
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """What the device can do per second in bfloat16; None if that is not known here."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for chip, peak in PEAKS.items() if chip in name and "PCIe" not in name), None)
