@@ -7,7 +7,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from rank_groups import join, leave
-from tiny_layers import DELTA_LAYERS, D, random
+from tiny_layers import LAYERS as EVERY_LAYER
+from tiny_layers import D, random
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -81,7 +82,7 @@ SMALL = {
 }
 OF_GPUS = {"hidden_size": 128, "head_dim": 64, "expand_v": 1, "num_heads": 4, "num_v_heads": 8, "conv_bias": True}
 WIDE = {"gdn": partial(GatedDeltaNet, **OF_GPUS), "kda": partial(KimiDeltaAttention, **OF_GPUS)}
-LAYERS = DELTA_LAYERS | {f"{name}-wide": make for name, make in WIDE.items()}
+LAYERS = EVERY_LAYER | {f"{name}-wide": make for name, make in WIDE.items()}
 
 
 def rounded(layer, dtype, device):
@@ -160,10 +161,9 @@ def layer_inputs(split, dtype=None, device="cpu"):
         t = random(*shape, seed=seed).to(torch.promote_types(split.dtype, lowest))
         return t.to(device, torch.promote_types(dtype, lowest)).requires_grad_()
 
-    N, HV = len(split.lengths), layer.num_v_heads
     past = None
     if split.states:
-        conv = None
+        N, HV, conv = len(split.lengths), layer.num_v_heads, None
         if layer.use_short_conv:
             widths = [c.hidden_size for c in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)]
             conv = tuple(given(N, width, 4, seed=i) for i, width in enumerate(widths))

@@ -12,7 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flash_delta import fused_gdn_gate, fused_kda_gate
-from flash_delta.modules import ShortConvolution, causal_conv1d, causal_conv1d_update, gated_rms_norm, rms_norm
+from flash_delta.modules import (
+    GatedRMSNorm,
+    RMSNorm,
+    ShortConvolution,
+    causal_conv1d,
+    causal_conv1d_update,
+    gated_rms_norm,
+    rms_norm,
+)
 from flash_delta.ops._elementwise import convolve_column
 from flash_delta.ops._operators import elementwise as operators
 from flash_delta.problem import (
@@ -362,6 +370,26 @@ def test_checkpointing_and_autocast():
     leaves = (x, convolution.weight)
     gradients = (torch.autograd.grad(y.square().sum(), leaves) for y in (plain, again))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_a_norm_under_autocast(gated, backend):
+    """It gives what a projection after it would take, and the gradients of that."""
+    norm = (GatedRMSNorm if gated else RMSNorm)(24, backend=backend).to(DEVICE)
+    given = [random(5, 24, seed=seed).requires_grad_() for seed in range(1 + gated)]
+    leaves = *given, norm.weight
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = norm(*given)
+    plain = norm(*given)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, plain.bfloat16())
+    dy = random(5, 24, seed=3).bfloat16()
+    for found, want in zip(
+        torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, leaves, dy.float()), strict=True
+    ):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
 
 
 def test_a_second_derivative_is_refused():

@@ -87,6 +87,9 @@ LAYERS = {
         LayerSplit("layer-comba", "comba", (9, 12), (15, 6)),
         LayerSplit("layer-gla", "gla-grouped", (9, 12), (15, 6)),
         LayerSplit("layer-updates", "gdp", (40, 3), None, fragments="sequences"),
+        LayerSplit("attention-by-heads", "attention", (9, 0, 12), (15, 9), states=False),
+        LayerSplit("attention-of-one", "attention", (40,), None, states=False, fragments="sequences"),
+        LayerSplit("attention-alone", "attention", (12,), (0, 12), states=False),
     ],
     4: [
         LayerSplit("layer-gates", "gdn2-grouped", (9, 12), (5, 10, 6, 0)),
@@ -96,6 +99,7 @@ LAYERS = {
         LayerSplit("layer-tiny", "gdn-grouped", (12,), (1, 0, 2, 9)),
         LayerSplit("layer-packed", "kda-bounded", (2, 0, 30, 1, 7), (1, 3, 28, 11)),
         LayerSplit("layer-stateless", "kda", (6, 20), (7, 1, 1, 17), states=False),
+        LayerSplit("attention-gathered", "attention", (9, 0, 12), (5, 10, 9, 0), states=False),
     ],
 }
 MESH = LayerSplit("mesh", "gdn-grouped", (13, 22), None, states=False, fragments="sequences")

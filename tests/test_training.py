@@ -4,11 +4,14 @@ import base64
 import copy
 import math
 import re
+import time
 from dataclasses import replace
+from functools import partialmethod
 from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
@@ -17,6 +20,7 @@ from flash_delta.report.figures import smoothed
 from flash_delta.training import Corpus, Layout, RunTrainer, Settings, byte_tokenizer, generate_text, order0_entropy
 from flash_delta.training.batches import IGNORED, Collator, Windows
 from flash_delta.training.corpus import evaluation_starts, training_starts
+from flash_delta.training.flops import flops_per_token, peak_tflops
 
 SETTINGS = Settings(steps=4, batch_size=2, seq_len=32, checkpoint_every=2)
 ALONE, BYTES = Layout(), byte_tokenizer()
@@ -222,6 +226,47 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(corpus, tmp_path):
         assert logs(resumed, name) == logs(whole, name)
     for (name, ours), theirs in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+def test_compiled_blocks_compute_the_same(corpus, tmp_path, monkeypatch):
+    compile_in = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_in)
+    losses = []
+    for compiled in (False, True):
+        trainer = make(tmp_path / str(compiled), corpus, layout=Layout(compile=compiled), steps=3, seq_len=32)
+        assert [block._compiled_call_impl is not None for block in trainer.model.model.layers] == [compiled] * 3
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_compiled_blocks_cannot_be_split(corpus, tmp_path):
+    with pytest.raises(ValueError, match="compile: expected False with context_parallel > 1"):
+        make(tmp_path, corpus, layout=Layout(context_parallel=2, compile=True))
+
+
+def test_a_step_takes_the_time_of_its_batch(corpus, tmp_path, monkeypatch):
+    """Evaluations and checkpoints are no part of it."""
+    trainer = make(tmp_path, corpus, steps=3, batch_size=2, seq_len=32, checkpoint_every=2)
+    collate, evaluate = Collator.__call__, trainer.evaluate
+    monkeypatch.setattr(Collator, "__call__", lambda *args: time.sleep(0.2) or collate(*args))
+    monkeypatch.setattr(trainer, "evaluate", lambda *args, **kwargs: time.sleep(2) or evaluate(*args, **kwargs))
+    trainer.train()
+    seconds = [64 / log["tokens_per_second"] for log in trainer.state.log_history if "loss" in log]
+    assert all(0.2 <= s < 2 for s in seconds[1:])
+
+
+def test_arithmetic_of_a_token():
+    """Beside PyTorch's own count of a forward pass: a third of it, and of attention the half that is not masked."""
+    config = FlashDeltaConfig(
+        vocab_size=96, hidden_size=128, num_hidden_layers=2, mixers=["attention"] * 2, num_attention_heads=4
+    )
+    model, T = FlashDeltaForCausalLM(config), 48
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, T, dtype=torch.long), use_cache=False)
+    masked = 2 * 2 * 128 * T * T  # in two layers: q k and p v have 2 H D T products each, for T tokens; half of them
+    assert flops_per_token(model, T) * T / 3 == pytest.approx(counter.get_total_flops() - masked, rel=0.01)
+    assert peak_tflops(torch.device("cpu")) is None
 
 
 def test_training_learns_and_from_pretrained_reads_the_run(trained):

@@ -71,10 +71,10 @@ class RunTrainer(Trainer):
         **options: Any,
     ) -> None:
         require_length(corpus, settings.seq_len)
-        size = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
-        _require_divisors(size, context_parallel=layout.context_parallel, shard=layout.shard)
         if layout.compile and layout.context_parallel > 1:
             raise ValueError("compile: expected False with context_parallel > 1, whose splits a compiler cannot see")
+        size = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
+        _require_divisors(size, context_parallel=layout.context_parallel, shard=layout.shard)
         ranks = size // layout.context_parallel  # those that have rows of their own
         if settings.batch_size % (ranks * layout.accumulate):
             expected = f"a multiple of {ranks * layout.accumulate} ({ranks} ranks with rows of their own, {layout})"
