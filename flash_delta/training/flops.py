@@ -8,8 +8,8 @@ PEAKS = {"H100": 989.4, "H200": 989.4}  # TFLOP/s of dense products in bfloat16,
 
 
 def flops_per_token(model: FlashDeltaForCausalLM, seq_len: int) -> float:
-    """6 N + 6 H D T in each layer of softmax attention, as PaLM counts (arXiv:2204.02311, appendix B), but for causal
-    attention, which needs half of that paper's products.
+    """6 N + 6 H D T in each layer of softmax attention, as PaLM counts (arXiv:2204.02311, appendix B). Causal
+    attention needs half of that paper's products.
 
     N: the parameters without the table of embeddings, which is no product. H, D: heads and their width. T: tokens of a
     window. What the delta rule computes beside its projections is left out, and so is all that runs twice.
