@@ -75,11 +75,12 @@ VLLM := .venv/vllm-0.33.0
 TRAINERS := llamafactory swift torchtitan verl
 
 engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/megatron .venv/axolotl .venv/trainers \
-  .venv/sglang .venv/kernels .venv/lm-eval $(VLLM) $(OLDEST)
+  .venv/sglang .venv/kernels .venv/lm-eval $(VLLM) $(OLDEST_AND_NEWEST)
 	$(ENGINES)/pytest -n 0 -s tests/engines
 	PYTHONPATH=$(VLLM) $(ENGINES)/pytest -n 0 tests/engines/test_vllm_source.py
 	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_fla.py || exit; done
 	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(OLDEST) $(BIN)/pytest -n 0 tests/test_integrations_fla.py
+	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(lastword $(OLDEST_AND_NEWEST)) $(BIN)/pytest -n 0 tests/engines/test_fla_models.py
 	for fla in none $(lastword $(FLA)); do \
 	  PYTHONPATH=.venv/megatron:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_megatron.py || exit; \
 	  PYTHONPATH=.venv/axolotl:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_axolotl.py || exit; \
