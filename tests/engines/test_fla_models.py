@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from flash_delta.models import FlashDeltaForCausalLM, from_fla
+from flash_delta.models import FlashDeltaForCausalLM, from_fla, parameter_groups
 from flash_delta.models.from_fla import KINDS
+from flash_delta.training import Settings
+from workshop.parity.runs import FLA, as_fla, new_model
 
 if find_spec("triton") is None or find_spec("fla") is None:
     pytest.skip("it needs fla and Triton", allow_module_level=True)
@@ -86,6 +88,19 @@ def test_logits(kind, tmp_path):
     ids = torch.randint(48, (2, 20))
     expected = theirs(ids, use_cache=False).logits
     assert torch.linalg.norm(ours(ids).logits - expected) < 1e-5 * torch.linalg.norm(expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", FLA)
+def test_models_of_loss_parity(mixer):
+    """They start from the same logits, and decay the same parameters."""
+    ours = new_model(Settings(mixers=mixer, layers=2, hidden_size=32, heads=2, head_dim=16), "torch").eval()
+    theirs = as_fla(ours, mixer).eval()
+    ids = torch.randint(256, (2, 20))
+    expected = theirs(ids, use_cache=False).logits
+    assert torch.linalg.norm(ours(ids).logits - expected) < 1e-5 * torch.linalg.norm(expected)
+    decayed = [[p.numel() for p in parameter_groups(model, 0.1)[0]["params"]] for model in (ours, theirs)]
+    assert sorted(decayed[0]) == sorted(decayed[1])
 
 
 def test_every_field_of_fla_is_known():
