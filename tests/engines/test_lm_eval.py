@@ -9,16 +9,16 @@ import pytest
 import tiny_transformers
 import torch
 
-from flash_delta.integrations.transformers import enable
-from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
-from flash_delta.training import byte_tokenizer
-
 if find_spec("lm_eval") is None:
     pytest.skip("it needs lm-eval", allow_module_level=True)
 
 import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+
+from flash_delta.integrations.transformers import enable
+from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
+from flash_delta.training import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval's
 BYTES = byte_tokenizer()

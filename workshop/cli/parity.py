@@ -35,7 +35,8 @@ def parity(
     """Train a small model once per contestant and seed, on the same windows, and compare the losses; exit code 1 if a
     pair differs by more than seeds do.
 
-    Each run writes OUT/CONTESTANT-SEED.json. The verdict is in OUT/parity.json, once all runs are there.
+    Each run writes OUT/CONTESTANT-SEED.json. A call that was stopped continues with the runs that are missing. The
+    verdict is in OUT/parity.json.
     """
     from flash_delta.training import Corpus, Settings
     from workshop.parity.runs import CONTESTANTS, FLA, file_of, train
