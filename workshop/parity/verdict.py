@@ -53,4 +53,4 @@ def _require_one_training(records: dict[str, list[dict[str, Any]]]) -> None:
     same = {"seed": None, "dtype": None}  # what may differ
     kinds = {(run["corpus"], *map(str, (run["settings"] | same).values())) for runs in records.values() for run in runs}
     if len(kinds) > 1:
-        raise ValueError(f"records: expected one text and the same settings but for seeds and dtypes, got {kinds}")
+        raise ValueError(f"records: expected one text and the same settings except seeds and dtypes, got {kinds}")
