@@ -1,10 +1,12 @@
 """Whether contestants reach the same losses, as far as seeds do.
 
-L[s] is the loss of a contestant with seed s: the mean of one of the PARTS of its training, or that of the held-out text
-at its end. R[s] is that of the first contestant. A contestant is right if, in the mean over the parts and also for the
+A[s] is the loss of contestant A with seed s: the mean of one of the PARTS of its training, or that of the held-out text
+at its end. R is the first contestant. Two contestants A and B agree if, in the mean over the parts and also for the
 held-out text,
 
-    mean over s of |L[s] - R[s]|  <=  max over s of R[s]  -  min over s of R[s]
+    mean over s of |A[s] - B[s]|  <=  max over s of R[s]  -  min over s of R[s]
+
+Each seed has windows of its own, so seeds differ more in training than in the held-out text.
 """
 
 from itertools import combinations
