@@ -9,8 +9,8 @@
 # make newest the tests in an environment where nothing is pinned: the newest torch, transformers, peft, accelerate and
 #             trl that pip gives (PYTHON=python3.13 picks a Python). It downloads some 5 GB
 # make engines this library in vLLM, in fla, in SGLang's dispatchers, under fla's names in trainers (Megatron-Core, axolotl,
-#             LLaMA-Factory, ms-swift, torchtitan, verl), and by Hugging Face kernels in transformers, on a CPU: twenty
-#             minutes on two cores, four of them to set up (3 GB)
+#             LLaMA-Factory, ms-swift, torchtitan, verl), by Hugging Face kernels in transformers, and in lm-eval, on a CPU:
+#             twenty minutes on two cores, four of them to set up (3 GB)
 # make hub    the package for Hugging Face kernels, in build/hub. It needs Python alone
 # make kernels the wheel flash-delta-kernels in build/wheels: kernels for sm_90a, compiled without a GPU by the oldest and the
 #             newest Triton. Half an hour on two cores. Needs a C compiler
@@ -75,11 +75,12 @@ VLLM := .venv/vllm-0.33.0
 TRAINERS := llamafactory swift torchtitan verl
 
 engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/megatron .venv/axolotl .venv/trainers \
-  .venv/sglang .venv/kernels $(VLLM) $(OLDEST)
+  .venv/sglang .venv/kernels .venv/lm-eval $(VLLM) $(OLDEST_AND_NEWEST)
 	$(ENGINES)/pytest -n 0 -s tests/engines
 	PYTHONPATH=$(VLLM) $(ENGINES)/pytest -n 0 tests/engines/test_vllm_source.py
 	for fla in $(FLA); do PYTHONPATH=.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_fla.py || exit; done
 	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(OLDEST) $(BIN)/pytest -n 0 tests/test_integrations_fla.py
+	PYTHONPATH=.venv/fla-$(lastword $(FLA)):$(lastword $(OLDEST_AND_NEWEST)) $(BIN)/pytest -n 0 tests/engines/test_fla_models.py
 	for fla in none $(lastword $(FLA)); do \
 	  PYTHONPATH=.venv/megatron:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_megatron.py || exit; \
 	  PYTHONPATH=.venv/axolotl:.venv/fla-$$fla:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_axolotl.py || exit; \
@@ -88,6 +89,7 @@ engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/mega
 	  done; done
 	PYTHONPATH=.venv/sglang:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_sglang.py tests/engines/test_sglang_drafts.py tests/engines/test_sglang_checkpoints.py
 	PYTHONPATH=.venv/kernels:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_hub_kernels.py
+	PYTHONPATH=.venv/lm-eval:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_lm_eval.py tests/test_guide.py -k "lm_eval or evaluating"
 
 hub:
 	$(PYTHON) hub/build.py build/hub
@@ -133,7 +135,7 @@ docs-links: .venv/docs
 .venv/megatron: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ --python-version 3.12 --ignore-requires-python --only-binary=:all: megatron-core==0.19.2
 
-.venv/axolotl .venv/trainers .venv/sglang: .venv/%: tests/engines/requirements-%.txt | .venv/installed
+.venv/axolotl .venv/trainers .venv/sglang .venv/lm-eval: .venv/%: tests/engines/requirements-%.txt | .venv/installed
 	rm -rf $@
 	$(BIN)/pip install -q --no-deps --ignore-requires-python --target $@ -r $<
 

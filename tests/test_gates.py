@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import flash_delta
-from flash_delta import modules
+from flash_delta import layers, modules
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
 
 GATES = ("A_log", "dt_bias")
@@ -136,6 +136,14 @@ def test_a_policy_does_not_round_them(one_rank, dtype):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters()).step()
     assert_kept(model, dtype)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="FSDP2 takes one dtype")
+def test_a_policy_takes_a_layer_without_gates(one_rank):
+    layer = layers.GatedDeltaProduct(hidden_size=16, num_heads=1, head_dim=8, use_forget_gate=False)
+    fully_shard(layer, mesh=one_rank, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    layer(torch.randn(1, 9, 16)).sum().backward()
+    assert layer.q_proj.weight.grad.to_local().isfinite().all()
 
 
 def test_ops_take_tensors_of_one_device(one_rank):

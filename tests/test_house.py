@@ -42,7 +42,17 @@ MAY_IMPORT = {
     "workshop.bench": {"workshop.check", "testing", "page", "integrations", "layers", "modules", "ops"},
     "workshop.gate": {"compiler", "kernels", "problem"},
     "workshop.tune": {"workshop.gate", "workshop.bench", "testing", "compiler", "kernels", "reference", "problem"},
-    "workshop.cli": {"workshop.gate", "workshop.bench", "workshop.tune", "cli", "testing", "compiler"},
+    "workshop.parity": {"training", "models", "ops"},
+    "workshop.cli": {
+        "workshop.gate",
+        "workshop.bench",
+        "workshop.tune",
+        "workshop.parity",
+        "cli",
+        "testing",
+        "compiler",
+    }
+    | {"training"},
 }
 # Inside of kernels the same, of its own rooms.
 KERNELS_MAY_IMPORT = {
@@ -74,7 +84,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 42_245, "workshop": 6_367, "tests": 37_232}
+LINES = {"flash_delta": 42_455, "workshop": 6_602, "tests": 37_767}
 
 
 def room(path: Path) -> str:

@@ -217,6 +217,7 @@ def test_attention_every_nth_layer():
         ({"mixers": ["gdn"]}, "mixers: expected one per layer, 3, got 1"),
         ({"mixer": "rwkv"}, r"mixers: expected names among .* got \['rwkv'\]"),
         ({"lower_bound": -5.0}, "lower_bound: expected None without a 'kda' mixer, got -5.0"),
+        ({"use_forget_gate": False}, "use_forget_gate: expected True without a 'gdp' mixer, got False"),
         ({"attention_every": 0}, "attention_every: expected a positive number or None, got 0"),
     ],
 )

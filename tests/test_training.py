@@ -123,6 +123,16 @@ def test_tokens_of_the_byte_tokenizer_are_bytes(corpus):
     assert len(BYTES) == 256
 
 
+def test_the_end_of_a_text_is_a_byte_that_no_text_has(tmp_path):
+    """Every other character keeps its bytes, also those whose signs the tokenizer uses within."""
+    BYTES.save_pretrained(tmp_path)
+    text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 97)]))
+    for tokenizer in (BYTES, AutoTokenizer.from_pretrained(tmp_path)):
+        assert tokenizer.eos_token_id == 255
+        assert tokenizer(text).input_ids == list(text.encode())
+        assert 255 not in text.encode()
+
+
 def test_files_keep_their_begins_in_the_tokens_of_a_tokenizer(texts, corpus):
     """The tokens of the byte tokenizer are those of no tokenizer."""
     same = Corpus.read([texts], BYTES)

@@ -22,6 +22,7 @@ KINDS = {
     "kda": {"mixer": "kda", "lower_bound": -5.0},
     "gdn2": {"mixer": "gdn2", "allow_neg_eigval": True},
     "gdp": {"mixer": "gdp", "num_householder": 3, "allow_neg_eigval": True},
+    "ungated": {"mixers": ["delta_net", "gdp", "delta_net"], "use_forget_gate": False},
     "hybrid": {"mixers": ["gdn", "attention", "kda"]},
 }
 

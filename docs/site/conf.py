@@ -35,7 +35,7 @@ autodoc_typehints_format = "short"
 maximum_signature_line_length = 80
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-OTHERS = r"(torch|transformers|collections|typing|types)\..*|ModuleType"
+OTHERS = r"(torch|transformers|collections|pathlib|typing|types)\..*|ModuleType"
 # Named in signatures; no page has them.
 PRIVATE = r"flash_delta\.(problem|ops\._context|parallel\.halo|layers\.(packing|state))\..*"
 nitpick_ignore_regex = [("py:.*", f"{OTHERS}|{PRIVATE}")]

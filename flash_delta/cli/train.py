@@ -33,7 +33,7 @@ def train(
         str | None, typer.Option(help="A tokenizer's name or folder for transformers; none: bytes.")
     ] = None,
     mixers: Annotated[
-        str, typer.Option(help="gdn, kda, gdn2, gdp, attention; layers repeat them.")
+        str, typer.Option(help="gdn, kda, gdn2, gdp, delta_net, attention; layers repeat them.")
     ] = "gdn,kda,gdn,attention",
     layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
     hidden_size: Annotated[int, typer.Option(help="Width of the model.")] = 128,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from flash_delta.layers._delta_mixer import DeltaMixer
+from flash_delta.layers._gate import GATES
 
 NAME = "_init_param_group"  # of torch's function
 
@@ -32,7 +33,7 @@ def with_gates_apart(make_group: Callable[..., None]) -> Callable[..., None]:
         given = taken.bind(*args, **kwargs).arguments
         params, policy = given["params"], given["mp_policy"]
         mixers = [m for root in given["modules"] for m in root.modules() if isinstance(m, DeltaMixer)]
-        of_gates = {id(gate) for mixer in mixers for gate in (mixer.A_log, mixer.dt_bias)}
+        of_gates = {id(p) for mixer in mixers for name, p in mixer.named_parameters(recurse=False) if name in GATES}
         if {p.dtype for p in params} | {policy.param_dtype} <= {torch.float32, torch.float64, None}:
             make_group(**given)
         else:

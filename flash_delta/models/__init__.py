@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
 
 from flash_delta.models.cache import FlashDeltaCache
 from flash_delta.models.configuration import FlashDeltaConfig
+from flash_delta.models.from_fla import from_fla
 from flash_delta.models.heads import FlashDeltaForCausalLM, FlashDeltaForSequenceClassification
 from flash_delta.models.modeling import FlashDeltaModel
 from flash_delta.models.parameter_groups import parameter_groups
@@ -26,5 +27,6 @@ __all__ = [
     "FlashDeltaForCausalLM",
     "FlashDeltaForSequenceClassification",
     "FlashDeltaModel",
+    "from_fla",
     "parameter_groups",
 ]

@@ -9,6 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from flash_delta.layers import (
     Attention,
     AttentionState,
+    DeltaNet,
     GatedDeltaNet,
     GatedDeltaNet2,
     GatedDeltaProduct,
@@ -34,18 +35,20 @@ def build_mixer(config: FlashDeltaConfig, layer_idx: int) -> nn.Module:
         )
     shared = {
         "hidden_size": config.hidden_size,
-        "expand_v": config.expand_v,
-        "head_dim": config.head_dim,
         "num_heads": config.num_heads,
-        "num_v_heads": config.num_v_heads,
         "allow_neg_eigval": config.allow_neg_eigval,
         "conv_size": config.conv_size,
         "layer_idx": layer_idx,
         "norm_eps": config.norm_eps,
         "backend": config.backend,
     }
+    if name == "delta_net":
+        expand_k = config.num_heads * config.head_dim / config.hidden_size
+        return DeltaNet(**shared, expand_k=expand_k, expand_v=expand_k * config.expand_v)
+    shared |= {"head_dim": config.head_dim, "expand_v": config.expand_v, "num_v_heads": config.num_v_heads}
     if name == "gdp":
-        return GatedDeltaProduct(**shared, num_householder=config.num_householder)
+        options = {"num_householder": config.num_householder, "use_forget_gate": config.use_forget_gate}
+        return GatedDeltaProduct(**shared, **options)
     if name != "kda":
         return {"gdn": GatedDeltaNet, "gdn2": GatedDeltaNet2}[name](**shared)
     # Log decays of a bounded gate are never below the bound, so safe_gate's promise holds.

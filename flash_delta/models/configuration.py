@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-MIXERS = ("gdn", "kda", "gdn2", "gdp", "attention")
+MIXERS = ("gdn", "kda", "gdn2", "gdp", "delta_net", "attention")
 
 
 class FlashDeltaConfig(PreTrainedConfig):
@@ -15,13 +15,15 @@ class FlashDeltaConfig(PreTrainedConfig):
         hidden_size: width of the residual stream. Default 1024.
         intermediate_size: width of the SwiGLU MLP; None means 8/3 hidden_size, rounded up to a multiple of 64.
         num_hidden_layers: number of blocks. Default 24.
-        mixers: one of "gdn", "kda", "gdn2", "gdp", "attention" per block. None means that the next two arguments
-            decide.
+        mixers: one of "gdn", "kda", "gdn2", "gdp", "delta_net", "attention" per block. None means that the next two
+            arguments decide.
         mixer: the mixer of the blocks that are not attention. Default "gdn".
         attention_every: n, if every n-th block is softmax attention. None means that no block is.
         num_heads, num_v_heads, head_dim, expand_v, conv_size, allow_neg_eigval: as in `GatedDeltaNet`,
             `KimiDeltaAttention`, `GatedDeltaNet2` and `GatedDeltaProduct`. Defaults 8, None, 128, 1.0, 4, False.
+            "delta_net" is a `DeltaNet` with num_heads such heads, also of values.
         num_householder: updates of the state per token in "gdp", which is `GatedDeltaProduct`. Default 2.
+        use_forget_gate: whether the state of "gdp" decays. Default True.
         lower_bound: bound of KDA's log decay per token, in [-5, 0); None means the softplus gate.
         num_attention_heads, num_key_value_heads, attention_head_dim, rope_theta: as in `Attention`. Defaults 8, None
             (no groups), None (hidden_size / num_attention_heads), 10000.
@@ -33,8 +35,8 @@ class FlashDeltaConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: as everywhere in transformers. Default None.
 
     Raises:
-        ValueError: if the mixers are not named as above or not one per block, attention_every is not positive, or
-            lower_bound is given without a KDA layer to use it.
+        ValueError: if the mixers are not named as above or not one per block, attention_every is not positive,
+            lower_bound is given without a KDA layer to use it, or use_forget_gate is False without a "gdp" layer.
 
     Example:
         >>> from flash_delta.models import FlashDeltaConfig
@@ -63,6 +65,7 @@ class FlashDeltaConfig(PreTrainedConfig):
     conv_size: int = 4
     allow_neg_eigval: bool = False
     num_householder: int = 2
+    use_forget_gate: bool = True
     lower_bound: float | None = None
     num_attention_heads: int = 8
     num_key_value_heads: int | None = None
@@ -95,4 +98,6 @@ class FlashDeltaConfig(PreTrainedConfig):
             raise ValueError(f"mixers: expected one per layer, {self.num_hidden_layers}, got {len(self.mixers)}")
         if self.lower_bound is not None and "kda" not in self.mixers:
             raise ValueError(f"lower_bound: expected None without a 'kda' mixer, got {self.lower_bound}")
+        if not self.use_forget_gate and "gdp" not in self.mixers:
+            raise ValueError("use_forget_gate: expected True without a 'gdp' mixer, got False")
         super().__post_init__(**kwargs)

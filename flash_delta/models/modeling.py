@@ -39,7 +39,7 @@ class FlashDeltaPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, ShortConvolution):
             module.reset_parameters()
-        elif isinstance(module, DeltaMixer):
+        elif isinstance(module, DeltaMixer) and hasattr(module, "A_log"):  # "gdp" may have no gate
             A_log, dt_bias = module.initial_gate()
             init.copy_(module.A_log, A_log)
             init.copy_(module.dt_bias, dt_bias)

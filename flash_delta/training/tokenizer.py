@@ -4,13 +4,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+END_OF_TEXT = 255  # no byte of UTF-8 has this value
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the bytes of UTF-8, each with its own value."""
-    tokenizer = Tokenizer(models.BPE(vocab={sign: byte for byte, sign in bytes_to_unicode().items()}, merges=[]))
+    """A tokenizer whose tokens are the bytes of UTF-8, each with its own value. 255 is the end of a text."""
+    signs = bytes_to_unicode() | {END_OF_TEXT: "<|endoftext|>"}
+    tokenizer = Tokenizer(models.BPE(vocab={sign: byte for byte, sign in signs.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=signs[END_OF_TEXT])
 
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:

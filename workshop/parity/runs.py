@@ -1,0 +1,97 @@
+"""One contestant's training with one seed: the losses of its steps and of the held-out text."""
+
+import time
+import warnings
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PrinterCallback
+
+from flash_delta import __version__
+from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
+from flash_delta.models.from_fla import KINDS, NAMES
+from flash_delta.training import Corpus, Layout, RunTrainer, Settings, byte_tokenizer
+from flash_delta.training.progress import Lines
+
+# The products' dtype and the backend. The first contestant is the one that others are compared with.
+CONTESTANTS = {"torch": ("float32", "torch"), "flash_delta": ("bfloat16", None), "fla": ("bfloat16", None)}
+FLA = {"gdn": ("gated_deltanet", "GatedDeltaNet"), "kda": ("kda", "KDA")}  # mixers that are compared, and fla's names
+
+
+def train(contestant: str, settings: Settings, corpus: Corpus, device: torch.device) -> dict[str, Any]:
+    """The record of a run. Its windows and initial parameters depend on the corpus and the settings alone."""
+    dtype, backend = CONTESTANTS[contestant]
+    settings = replace(settings, dtype=dtype)
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+    model = new_model(settings, backend)
+    if contestant == "fla":
+        model = as_fla(model, settings.mixers)
+    began = time.perf_counter()
+    with TemporaryDirectory() as folder, warnings.catch_warnings():
+        if backend is None:  # a run on kernels shall not fall back to PyTorch
+            warnings.filterwarnings("error", message=".*no kernel can run this")
+        on_cpu = device.type == "cpu"
+        trainer = RunTrainer(folder, model, byte_tokenizer(), corpus, settings, Layout(), use_cpu=on_cpu)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Lines())
+        trainer.train()
+    history = trainer.state.log_history
+    return {
+        "contestant": contestant,
+        "settings": asdict(settings),
+        "corpus": corpus.summary.digest,
+        "device": device.type if on_cpu else torch.cuda.get_device_name(device),
+        "versions": _versions(contestant),
+        "seconds": time.perf_counter() - began,
+        "losses": [record["loss"] for record in history if "loss" in record],
+        "held_out": next(record["eval_loss"] for record in history if "eval_loss" in record),
+    }
+
+
+def new_model(settings: Settings, backend: str | None) -> FlashDeltaForCausalLM:
+    """The model of a seed."""
+    torch.manual_seed(settings.seed)
+    return FlashDeltaForCausalLM(
+        FlashDeltaConfig(
+            vocab_size=256,
+            hidden_size=settings.hidden_size,
+            num_hidden_layers=settings.layers,
+            mixer=settings.mixers,
+            num_heads=settings.heads,
+            head_dim=settings.head_dim,
+            eos_token_id=255,
+            backend=backend,
+        )
+    )
+
+
+def as_fla(model: FlashDeltaForCausalLM, mixer: str) -> PreTrainedModel:
+    """fla's model with the same parameters."""
+    from fla import models
+
+    model_type, name = FLA[mixer]
+    kind, ours = KINDS[model_type], model.config
+    sizes = {field: getattr(ours, field) for field in kind.same}
+    config = getattr(models, f"{name}Config")(**sizes, intermediate_size=ours.intermediate_size)
+    theirs = getattr(models, f"{name}ForCausalLM")(config)
+    tensors = {}
+    for parameter, tensor in model.state_dict().items():
+        for fla_name, our_name in NAMES.items():
+            parameter = parameter.replace(our_name, fla_name)
+        tensors[parameter] = tensor
+    theirs.load_state_dict(tensors)
+    return theirs
+
+
+def _versions(contestant: str) -> dict[str, str]:
+    found = {"torch": torch.__version__, "flash_delta": __version__}
+    return found | ({"fla": version("flash-linear-attention")} if contestant == "fla" else {})
+
+
+def file_of(folder: Path, contestant: str, seed: int) -> Path:
+    """Where a run's record is."""
+    return folder / f"{contestant}-{seed}.json"
