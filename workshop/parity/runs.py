@@ -5,6 +5,7 @@ import warnings
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -47,6 +48,7 @@ def train(contestant: str, settings: Settings, corpus: Corpus, device: torch.dev
         "device": device.type if on_cpu else torch.cuda.get_device_name(device),
         "versions": _versions(contestant),
         "seconds": time.perf_counter() - began,
+        "tokens_per_second": median(record["tokens_per_second"] for record in history if "loss" in record),
         "losses": [record["loss"] for record in history if "loss" in record],
         "held_out": next(record["eval_loss"] for record in history if "eval_loss" in record),
     }
