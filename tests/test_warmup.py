@@ -17,7 +17,15 @@ from serving_truth import make_call as make_decode
 
 import flash_delta
 from flash_delta.compiler.pool import clean_processes
-from flash_delta.ops.serving import warmup, workspace_bytes
+from flash_delta.ops.serving import (
+    Int8States,
+    Ring,
+    commit,
+    dequantize_states,
+    quantize_states,
+    warmup,
+    workspace_bytes,
+)
 from flash_delta.ops.serving.around import NOTHING
 from flash_delta.problem import Inputs, Slots
 
@@ -116,6 +124,66 @@ def test_later_calls_compile_nothing(process, place, backend, kind, rule, sizes,
     """Whatever their sizes. Triton decides what it would compile, for a GPU that is none."""
     counts = process.submit(compiled_later, place, backend, rule, sizes, FORMS[kind], wide).result()
     assert all(counts)
+
+
+def on_states(rows, slots, layers, dtype, device="cpu", checkpoints=False):
+    """Calls of the ops on states of all layers, with padding."""
+    new = partial(torch.zeros, device=device)
+    lead = () if layers is None else (layers,)
+    index = torch.full((rows,), -1, dtype=torch.int32, device=device)
+    pool = new(*lead, slots, 4, 64, 32, dtype=dtype)
+    ring = Ring(*(new(*lead, slots, *size) for size in ((3, 2, 32), (3, 4, 64), (3, 4))), None, index, index)
+    more = {"checkpoint_indices": index, "checkpoint_offsets": index} if checkpoints else {}
+    yield commit, {"state_pool": pool, "ring": ring, "slots": index, "state_v_first": True} | more
+    for size in ((1, 32), (64, 1)):
+        store = Int8States(new(*lead, slots, 4, 64, 32, dtype=torch.int8), new(*lead, slots, 4, *size))
+        moved = {"store": store, "read_indices": index, "write_indices": index, "state_pool": pool}
+        yield quantize_states, moved
+        yield dequantize_states, moved
+
+
+def compiled_on_states(place, layers, dtype, checkpoints):
+    from flash_delta.compiler.pretended_gpu import pretended_compiler
+
+    with pretended_compiler(place) as names:
+        warmup(on_states(2, 5, layers, dtype, checkpoints=checkpoints))
+        before = len(names)
+        for rows, slots in ((1, 1), (7, 3), (16, 64)):
+            with flash_delta.forbid_compilation():
+                for op, x in on_states(rows, slots, layers, dtype, checkpoints=checkpoints):
+                    op(**x)
+        return before, len(names)
+
+
+@needs_triton
+@needs_gcc
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("layers", "checkpoints"), [(None, False), (3, True)])
+def test_later_calls_on_states_compile_nothing(process, place, layers, dtype, checkpoints):
+    before, after = process.submit(compiled_on_states, place, layers, dtype, checkpoints).result()
+    assert 5 <= before == after  # at least a kernel for each call
+
+
+@pytest.mark.parametrize("layers", [None, 3])
+def test_examples_on_states_may_be_on_meta_and_are_not_touched(layers):
+    assert len(warmup(on_states(2, 5, layers, torch.float32, "meta"), "cpu")) == 5
+    calls = list(on_states(2, 5, layers, torch.float32))
+    for _, x in calls:
+        for name in ("slots", "read_indices", "write_indices"):
+            if name in x:
+                x[name].fill_(1)
+        x["state_pool"].fill_(2)
+        if "store" in x:
+            x["store"].states.fill_(3)
+    warmup(calls, "cpu")
+    for _, x in calls:
+        assert x["state_pool"].eq(2).all()
+        assert "store" not in x or x["store"].states.eq(3).all()
+    (op, x), *_ = calls
+    with pytest.raises(ValueError, match=r"commit: slots: expected"):
+        warmup([(op, x | {"slots": x["slots"].float()})], "cpu")
+    with pytest.raises(TypeError, match="missing"):
+        warmup([(op, {"slots": x["slots"]})], "cpu")
 
 
 def compiled_by_threads(place, count):

@@ -32,7 +32,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from flash_delta.models import parameter_groups
+from flash_delta.models import FlashDeltaForCausalLM, parameter_groups
 from flash_delta.training.batches import Collator, Windows, mean_of_nats, sum_of_nats
 from flash_delta.training.checkpoint import first_not_finite, latest_checkpoint
 from flash_delta.training.corpus import Corpus, evaluation_starts, require_length, training_starts
@@ -109,7 +109,8 @@ class RunTrainer(Trainer):
         if layout.compile:
             for block in model.model.layers:  # all of a kind are compiled once
                 block.compile()
-        self.flops, self.peak = flops_per_token(model, settings.seq_len) / size, peak_tflops(args.device)
+        self.peak = peak_tflops(args.device) if isinstance(model, FlashDeltaForCausalLM) else None
+        self.flops = 0.0 if self.peak is None else flops_per_token(model, settings.seq_len) / size
         self.add_callback(StepEnd(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

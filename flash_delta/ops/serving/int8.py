@@ -57,8 +57,7 @@ def quantize_states(
 
     The maximum is that of a row of the state, or of a column, as the shape of the store's ``scale`` says. Row b of the
     call reads slot ``read_indices[b]`` of the pool, and writes slot ``write_indices[b]`` of the store. It takes one
-    launch. The host reads no index, so a call can be captured in a CUDA graph. ``warmup`` does not take this op:
-    instead call it once with rows that are all padding.
+    launch. The host reads no index, so a call can be captured in a CUDA graph.
 
     * s is rounded so that q s is exact: in float32 downwards to 17 bits, in bfloat16 to nearest. Ties of q go to even.
     * Each number differs from q s by at most s / 2, apart from a part in 2^16 of s.

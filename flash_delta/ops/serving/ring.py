@@ -96,8 +96,7 @@ def commit(
         S_t = \mathrm{diag}(d_t) \, S_{t-1} + k_t u_t^\top, \qquad t = 1 .. \text{counts}_b
 
     S is rounded to the dtype of the pool after every token. So the state has the bits of decoding the accepted tokens
-    one by one. It takes one launch. The host reads no index, so a call can be captured in a CUDA graph. ``warmup`` does
-    not take this op: instead call it once with rows that are all padding.
+    one by one. It takes one launch. The host reads no index, so a call can be captured in a CUDA graph.
 
     Row b applies the first ``ring.counts[b]`` records of page ``ring.read[b]`` to the state in slot ``slots[b]``. A
     count of 0 leaves it as it is. Afterwards the count of that page is 0: records may be applied once.

@@ -13,11 +13,13 @@ from flash_delta.ops._check.options import refuse
 from flash_delta.ops.serving.around import Convolution
 from flash_delta.ops.serving.decode import decode_gated_delta_rule, decode_kda
 from flash_delta.ops.serving.gdn2 import decode_gdn2, prefill_gdn2
+from flash_delta.ops.serving.int8 import Int8States, dequantize_states, quantize_states
 from flash_delta.ops.serving.prefill import prefill_gated_delta_rule, prefill_kda
-from flash_delta.ops.serving.ring import Ring
+from flash_delta.ops.serving.ring import Ring, commit
 from flash_delta.problem import Problem
 
 OPS = (decode_gated_delta_rule, decode_gdn2, decode_kda, prefill_gated_delta_rule, prefill_gdn2, prefill_kda)
+ON_STATES = (commit, dequantize_states, quantize_states)  # of all layers at once
 TOKENS, POOLS, VECTORS = ("q", "k", "v", "g", "beta", "b", "w"), ("state_pool", "write_pool"), ("A_log", "dt_bias")
 TABLES = ("write_indices", "parent_idx")  # tensors that may have a column for each token
 
@@ -42,8 +44,8 @@ def warmup(
     cycles that existed before. ``gc.unfreeze()`` undoes it.
 
     Args:
-        calls: pairs of a serving op and the arguments of a call, by name. Its tensors may be on "meta", and all its
-            indices may be padding.
+        calls: pairs of an op and the arguments of a call, by name: a serving op, `commit`, `quantize_states` or
+            `dequantize_states`. Its tensors may be on "meta", and all its indices may be padding.
         device: where the server will call, for examples on "meta". Other examples are for the device of their tensors.
 
     Returns:
@@ -80,21 +82,47 @@ def warmup(
 @torch.no_grad()
 def compile_call(op: Callable[..., Any], arguments: dict[str, Any], device: torch.device | str = "cuda") -> None:
     """Runs calls like this one, on padding of all lengths for which other code is compiled."""
+    if op in ON_STATES:
+        pool = arguments.get("state_pool")
+        place = _place(pool.device if isinstance(pool, Tensor) else torch.device("cpu"), device)  # its check names it
+        op(**{name: _few_states(value, place) for name, value in arguments.items()})
+        return
     problem = described("warmup", op, arguments).problem
-    place = problem.device
-    if place.type == "meta":
-        place = torch.device(device)
-        if place.type == "meta" or (place.type == "cuda" and not torch.cuda.is_available()):
-            refuse("warmup", "device", 'a device that this process has, for a call on "meta"', place)
+    place = _place(problem.device, device)
     for rows, T in _sizes(problem, arguments.get("convolution")):
         op(**_stand_ins(arguments, rows, T, place))
+
+
+def _place(of_example: torch.device, device: torch.device | str) -> torch.device:
+    """Where a call like the example runs."""
+    if of_example.type != "meta":
+        return of_example
+    place = torch.device(device)
+    if place.type == "meta" or (place.type == "cuda" and not torch.cuda.is_available()):
+        refuse("warmup", "device", 'a device that this process has, for a call on "meta"', place)
+    return place
+
+
+def _few_states(value: Any, device: torch.device) -> Any:
+    """The same for two slots, or two pages, or two rows of padding, and of layers for one."""
+    if isinstance(value, Ring):
+        layers = value.k.ndim == 5
+        return Ring(*(None if t is None else _few(t, layers and t.ndim > 1, device) for t in value))
+    if isinstance(value, Int8States):
+        return Int8States(*(_few(t, t.ndim == 5, device) for t in value))
+    return _few(value, value.ndim == 5, device) if isinstance(value, Tensor) else value
+
+
+def _few(t: Tensor, layers: bool, device: torch.device) -> Tensor:
+    return _like(t, (1, 2, *t.shape[2:]) if layers else (2, *t.shape[1:]), device)
 
 
 @torch.no_grad()
 def described(caller: str, op: Callable[..., Any], arguments: dict[str, Any]) -> Explanation:
     """Checks a call of a serving op, which does not run."""
     if op not in OPS:
-        refuse(caller, "op", f"one of {', '.join(o.__name__ for o in OPS)}", getattr(op, "__name__", repr(op)))
+        known = OPS + (ON_STATES if caller == "warmup" else ())
+        refuse(caller, "op", f"one of {', '.join(o.__name__ for o in known)}", getattr(op, "__name__", repr(op)))
     return op(**arguments | {"backend": Explain(arguments.get("backend"))})
 
 
