@@ -20,7 +20,7 @@ from flash_delta.report.figures import smoothed
 from flash_delta.training import Corpus, Layout, RunTrainer, Settings, byte_tokenizer, generate_text, order0_entropy
 from flash_delta.training.batches import IGNORED, Collator, Windows
 from flash_delta.training.corpus import evaluation_starts, training_starts
-from flash_delta.training.flops import flops_per_token, peak_tflops
+from flash_delta.training.flops import flops_per_token, share_of_peak
 
 SETTINGS = Settings(steps=4, batch_size=2, seq_len=32, checkpoint_every=2)
 ALONE, BYTES = Layout(), byte_tokenizer()
@@ -276,7 +276,17 @@ def test_arithmetic_of_a_token():
         model(torch.zeros(1, T, dtype=torch.long), use_cache=False)
     masked = 2 * 2 * 128 * T * T  # in two layers: q k and p v have 2 H D T products each, for T tokens; half of them
     assert flops_per_token(model, T) * T / 3 == pytest.approx(counter.get_total_flops() - masked, rel=0.01)
-    assert peak_tflops(torch.device("cpu")) is None
+    assert share_of_peak(model, T, torch.device("cpu"), 1) is None
+
+
+def test_share_of_peak(monkeypatch):
+    model, device = tiny_model(), torch.device("cuda", 0)
+    for name, peak in (("NVIDIA H200", 989.4e12), ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        found = share_of_peak(model, 32, device, 2)
+        assert found == (None if peak is None else pytest.approx(flops_per_token(model, 32) / 2 / peak))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert share_of_peak(torch.nn.Linear(2, 2), 32, device, 1) is None
 
 
 def test_training_learns_and_from_pretrained_reads_the_run(trained):

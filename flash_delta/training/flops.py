@@ -1,6 +1,7 @@
 """The arithmetic that training a model needs, and the share of a device's peak that this is (MFU)."""
 
 import torch
+from transformers import PreTrainedModel
 
 from flash_delta.models import FlashDeltaForCausalLM
 
@@ -20,9 +21,10 @@ def flops_per_token(model: FlashDeltaForCausalLM, seq_len: int) -> float:
     return 6 * N + 6 * config.mixers.count("attention") * config.num_attention_heads * D * seq_len
 
 
-def peak_tflops(device: torch.device) -> float | None:
-    """What the device can do per second in bfloat16; None if that is not known here."""
-    if device.type != "cuda":
+def share_of_peak(model: PreTrainedModel, seq_len: int, device: torch.device, devices: int) -> float | None:
+    """The share of all devices' peak that one token per second takes; None where peak or arithmetic is not known."""
+    if device.type != "cuda" or not isinstance(model, FlashDeltaForCausalLM):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for chip, peak in PEAKS.items() if chip in name and "PCIe" not in name), None)
+    peak = next((peak for chip, peak in PEAKS.items() if chip in name and "PCIe" not in name), None)
+    return None if peak is None else flops_per_token(model, seq_len) / (devices * 1e12 * peak)

@@ -32,11 +32,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from flash_delta.models import FlashDeltaForCausalLM, parameter_groups
+from flash_delta.models import parameter_groups
 from flash_delta.training.batches import Collator, Windows, mean_of_nats, sum_of_nats
 from flash_delta.training.checkpoint import first_not_finite, latest_checkpoint
 from flash_delta.training.corpus import Corpus, evaluation_starts, require_length, training_starts
-from flash_delta.training.flops import flops_per_token, peak_tflops
+from flash_delta.training.flops import share_of_peak
 from flash_delta.training.settings import Layout, Settings, write_run
 
 NATS_PER_BIT = math.log(2)
@@ -109,8 +109,7 @@ class RunTrainer(Trainer):
         if layout.compile:
             for block in model.model.layers:  # all of a kind are compiled once
                 block.compile()
-        self.peak = peak_tflops(args.device) if isinstance(model, FlashDeltaForCausalLM) else None
-        self.flops = 0.0 if self.peak is None else flops_per_token(model, settings.seq_len) / size
+        self.share = share_of_peak(model, settings.seq_len, args.device, size)
         self.add_callback(StepEnd(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -124,8 +123,8 @@ class RunTrainer(Trainer):
             per_byte = self.corpus.train_tokens / self.corpus.train_bytes
             logs["bits_per_byte"] = logs["loss"] / NATS_PER_BIT * per_byte
             logs["tokens_per_second"] = tokens / self.seconds
-            if self.peak is not None:
-                logs["mfu"] = self.flops * logs["tokens_per_second"] / 1e12 / self.peak
+            if self.share is not None:
+                logs["mfu"] = self.share * logs["tokens_per_second"]
         elif "eval_loss" in logs and self.args.device.type == "cuda":
             logs["eval_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         super().log(logs, start_time)

@@ -104,7 +104,7 @@ def _place(of_example: torch.device, device: torch.device | str) -> torch.device
 
 
 def _few_states(value: Any, device: torch.device) -> Any:
-    """The same for two slots, or two pages, or two rows of padding, and of layers for one."""
+    """Makes the same argument for two slots, pages or rows, which are padding, and for one of several layers."""
     if isinstance(value, Ring):
         layers = value.k.ndim == 5
         return Ring(*(None if t is None else _few(t, layers and t.ndim > 1, device) for t in value))
