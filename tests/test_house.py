@@ -33,9 +33,10 @@ MAY_IMPORT = {
     "training": {"models", "parallel"},
     "report": {"training", "models", "layers", "ops", "page"},
     "testing": {"reference", "backend", "problem"},
+    "proof": {"layers", "modules", "ops", "testing", "page"},
     "compiler": {"ops", "kernels"},
     "packs": {"integrations", "layers", "ops"},
-    "cli": {"report", "training", "models", "ops", "testing", "compiler", "packs", "integrations"},
+    "cli": {"report", "training", "models", "ops", "testing", "compiler", "packs", "integrations", "proof"},
     # The workshop's rooms. No room of the library may import them.
     "workshop.check": {"testing", "reference", "problem"},
     # Layers of transformers are contestants, and what is around the rule stands beside those that lack it.
