@@ -33,12 +33,13 @@ def chosen(names: Iterable[str] | None, device: "torch.device") -> "list[Task]":
 def prove_each(
     tasks: "Sequence[Task]", seeds: int, done: "list[Result]", file: Path, device: "torch.device"
 ) -> "list[Result]":
-    """Trains every model that is not done yet, from each seed, and writes the file after each of them."""
+    """Trains every model that is not done yet, from each seed. Writes the file first, and after each of them."""
     from flash_delta.proof import TASKS
     from flash_delta.proof.learning import prove
     from flash_delta.proof.results import write
 
     results, have = list(done), {(result.task, result.learner, result.seed) for result in done}
+    write(file, TASKS, results, device)
     for task in tasks:
         for learner, seed in product(task.learners, range(seeds)):
             if (task.name, learner.name, seed) not in have:

@@ -68,9 +68,8 @@ class Task:
     last: int | None = None  # accuracy counts the last answers of a string alone; None: all
 
     def size_at(self, step: int) -> int:
-        """The size of the strings in a step of training. It grows during the first half of the steps."""
-        grown = min(1, 2 * step / self.steps)
-        return round(self.shortest + grown * (self.trained - self.shortest))
+        """The size of the strings in a step of training. It grows by equal factors during the first half of the steps."""
+        return round(self.shortest * (self.trained / self.shortest) ** min(1, 2 * step / self.steps))
 
 
 def at_least(accuracy: float, sizes: Sequence[int]) -> dict[int, Bound]:
