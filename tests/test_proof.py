@@ -194,7 +194,10 @@ def test_the_command_writes_results_and_a_page(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("bounds", "told"),
-    [(at_least(1.0, (20,)), "expected >= 1.00 at 20, got"), (at_most(0.0, (20,)), "expected <= 0.00 at 20, got")],
+    [
+        (at_least(1.0, (20,)), "expected >= 1.00 at 20 from every seed, got"),
+        (at_most(0.0, (20,)), "expected <= 0.00 at 20 from every seed, got"),
+    ],
 )
 def test_a_broken_bound_is_exit_code_1(monkeypatch, tmp_path, bounds, told):
     monkeypatch.setattr(learning, "share_right", lambda *_: 0.5)

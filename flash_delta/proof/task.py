@@ -68,7 +68,7 @@ class Task:
     last: int | None = None  # accuracy counts the last answers of a string alone; None: all
 
     def size_at(self, step: int) -> int:
-        """The size of the strings in a step of training. It grows by equal factors during the first half of the steps."""
+        """The size of the strings in a step of training. It grows by equal factors in the first half of the steps."""
         return round(self.shortest * (self.trained / self.shortest) ** min(1, 2 * step / self.steps))
 
 
