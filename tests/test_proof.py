@@ -104,7 +104,7 @@ def test_accuracy_counts_what_is_asked():
 
 def result(accuracy, seed=0, control=False):
     name = PARITY.learners[control].name
-    return Result("parity", name, seed, PARITY.steps, "torch", 0.1, 1.0, dict.fromkeys(PARITY.sizes, accuracy))
+    return Result("parity", name, seed, "torch", 0.1, 1.0, dict.fromkeys(PARITY.sizes, accuracy))
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_the_command_writes_results_and_a_page(monkeypatch, tmp_path):
     assert done.exit_code == 0, done.output
     assert "holds" in done.output
     written = json.loads((tmp_path / "prove.json").read_text())
-    assert written.keys() == {"flash_delta", "device", "machine", "results"}
+    assert written.keys() == {"flash_delta", "device", "machine", "tasks", "results"}
     assert written["flash_delta"] == flash_delta.__version__
     assert written["machine"]["torch"] == torch.__version__
     seen = [(line["task"], line["learner"], line["seed"]) for line in written["results"]]
     assert len(set(seen)) == len(seen) == 2 * (1 + len(S3.learners))
     first = written["results"][0]
-    assert first["steps"] == 1
+    assert written["tasks"]["parity"]["steps"] == 1
     assert first["backend"] == "torch"
     assert first["bounds"] == {"20": {"least": 0.0, "most": 1.0}}
     assert first["accuracy"].keys() == {"20"}
@@ -232,7 +232,8 @@ def test_results_are_read_back(tmp_path):
     [
         (lambda found: found.update(flash_delta="0.0.1"), "resume: expected results with flash_delta"),
         (lambda found: found["machine"].update(torch="1.0"), "resume: expected results with machine"),
-        (lambda found: found["results"][0].update(steps=7), "resume: expected models of today's tasks, got parity"),
+        (lambda found: found["tasks"]["parity"].update(lr=7), "resume: expected models and settings of today's tasks"),
+        (lambda found: found["results"][0].update(learner="RNN"), "of today's tasks, got parity, RNN, {'width': 32"),
         (lambda found: found["results"][0].pop("seed"), "resume: expected what `flash-delta prove` wrote, got"),
         (lambda found: found.pop("results"), "resume: expected what `flash-delta prove` wrote, got"),
     ],

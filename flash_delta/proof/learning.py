@@ -23,7 +23,7 @@ def prove(task: Task, learner: Learner, seed: int, device: torch.device) -> Resu
     seconds = time.perf_counter() - began
     found = accuracies(task, network, seed, device)
     backend = backend_of(network, task, device)
-    return Result(task.name, learner.name, seed, task.steps, backend, round(loss, 5), round(seconds, 2), found)
+    return Result(task.name, learner.name, seed, backend, round(loss, 5), round(seconds, 2), found)
 
 
 def learn(task: Task, learner: Learner, seed: int, device: torch.device) -> tuple[Network, float]:

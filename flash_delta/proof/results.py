@@ -20,7 +20,6 @@ class Result:
     task: str
     learner: str
     seed: int
-    steps: int
     backend: str  # that ran its ops with gradients; "none" without such ops
     loss: float  # of the last batch in training
     seconds: float  # of training
@@ -65,8 +64,10 @@ def write(path: Path, tasks: Sequence[Task], results: Sequence[Result], device: 
         for learner in task.learners
     }
     lines = [asdict(result) | {"bounds": bounds[result.task, result.learner]} for result in results]
-    found = _head(device) | {"results": lines}
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = _head(device) | {"tasks": {task.name: task.settings for task in tasks}, "results": lines}
+    part = path.with_suffix(".part")  # so that a command that is killed leaves the whole file of before
+    part.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def read(path: Path, tasks: Sequence[Task], device: torch.device) -> list[Result]:
@@ -82,11 +83,11 @@ def read(path: Path, tasks: Sequence[Task], device: torch.device) -> list[Result
         if found[name] != value:
             raise ValueError(f"resume: expected results with {name} {value}, got {found[name]} in {path}")
     results = [_result(line) for line in found["results"]]
-    learners = {(task.name, learner.name, task.steps) for task in tasks for learner in task.learners}
+    today = {(task.name, learner.name): task.settings for task in tasks for learner in task.learners}
     for result in results:
-        if (result.task, result.learner, result.steps) not in learners:
-            told = f"{result.task}, {result.learner}, {result.steps} steps"
-            raise ValueError(f"resume: expected models of today's tasks, got {told} in {path}")
+        if today.get((result.task, result.learner)) != found["tasks"][result.task]:
+            told = f"{result.task}, {result.learner}, {found['tasks'][result.task]}"
+            raise ValueError(f"resume: expected models and settings of today's tasks, got {told} in {path}")
     return results
 
 

@@ -67,6 +67,12 @@ class Task:
     device: str = "cpu"  # or "cuda": a CPU would take hours
     last: int | None = None  # accuracy counts the last answers of a string alone; None: all
 
+    @property
+    def settings(self) -> dict[str, float]:
+        """The numbers that a result depends on, beside its model and seed."""
+        names = "width", "rows", "steps", "lr", "shortest", "trained"
+        return {name: getattr(self, name) for name in names}
+
     def size_at(self, step: int) -> int:
         """The size of the strings in a step of training. It grows by equal factors in the first half of the steps."""
         return round(self.shortest * (self.trained / self.shortest) ** min(1, 2 * step / self.steps))
