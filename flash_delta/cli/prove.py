@@ -98,34 +98,32 @@ def _by_size(accuracy: dict[int, float]) -> str:
 
 
 def _print_verdicts(tasks: "Sequence[Task]", results: "Sequence[Result]") -> bool:
-    """Prints a row for each model, and returns whether all bounds hold."""
+    """Prints a table for each task that has results, and returns whether all bounds hold."""
     from flash_delta.proof.results import verdicts
 
-    rows, broken = [], []
-    for task in tasks:
-        judged = list(verdicts(task, results))
-        for learner in task.learners:
-            mine = [verdict for verdict in judged if verdict.learner is learner]
-            if mine:
-                rows.append((task.name, f"{task.chance:.2f}", learner.name, *_row(mine)))
-        for verdict in judged:
-            if not verdict.holds:
-                got = ", ".join(f"{accuracy:.3f}" for accuracy in verdict.accuracies)
-                expected = f"expected {verdict.bound} at {verdict.size} from every seed"
-                broken.append(f"{task.name}, {verdict.learner.name}: {expected}, got {got}")
-    head = ("task", "chance", "model", "seeds", "accuracy at size", "bound", "verdict")
-    show([Table(head, rows, "accuracy from the seed that is nearest to breaking the bound")])
-    print("\n".join(broken) or f"all bounds of {len(rows)} models hold")
-    return not broken
+    judged = [(task, list(verdicts(task, results))) for task in tasks]
+    show([_table(task, mine) for task, mine in judged if mine])
+    print()
+    bounds = [(task, verdict) for task, mine in judged for verdict in mine if verdict.bound is not None]
+    for task, verdict in bounds:
+        if not verdict.holds:
+            got = ", ".join(f"{accuracy:.3f}" for accuracy in verdict.accuracies)
+            expected = f"expected {verdict.bound} at {verdict.size} from every seed"
+            print(f"{task.name}, {verdict.learner.name}: {expected}, got {got}")
+    held = sum(verdict.holds for _, verdict in bounds)
+    print(f"{held} of {len(bounds)} bounds hold")
+    return held == len(bounds)
 
 
-def _row(judged: "list[Verdict]") -> tuple[str, ...]:
-    """The cells of one model: its seeds, its accuracy at each size, its bounds, and whether they hold."""
-    bounds: dict[str, list[str]] = {}
-    for verdict in judged:
-        if verdict.bound is not None:
-            bounds.setdefault(str(verdict.bound), []).append(str(verdict.size))
-    promised = "; ".join(f"{bound} at {', '.join(sizes)}" for bound, sizes in bounds.items())
-    measured = _by_size({verdict.size: verdict.nearest for verdict in judged})
-    held = "holds" if all(verdict.holds for verdict in judged) else "broken"
-    return str(len(judged[0].accuracies)), measured, promised, held
+def _table(task: "Task", judged: "list[Verdict]") -> Table:
+    """A row for each model: beside each accuracy its bound, and whether all of them hold."""
+    rows = []
+    for learner in task.learners:
+        mine = [verdict for verdict in judged if verdict.learner is learner]
+        if mine:
+            cells = (f"{v.nearest:.2f}" if v.bound is None else f"{v.nearest:.2f} {v.bound}" for v in mine)
+            held = "holds" if all(verdict.holds for verdict in mine) else "broken"
+            rows.append((learner.name, str(len(mine[0].accuracies)), *cells, held))
+    title = f"{task.name}: accuracy by {task.unit}, from the seed that is nearest to breaking the bound; chance is"
+    head = ("model", "seeds", *map(str, task.sizes), "verdict")
+    return Table(head, rows, f"{title} {task.chance:.2f}")

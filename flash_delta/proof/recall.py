@@ -82,6 +82,8 @@ WIDTH_OF_A_STATE = Paper(
 )
 CHANNELS, SIZES = 8, (4, 8, 16)
 RETOLD_CHANNELS, RETOLD_SIZES = 16, (4, 8, 12)
+RETOLD_BOUNDS = at_least(0.9, (4, 8)) | at_least(0.82, (12,))
+RETOLD_CONTROL = at_most(0.84, (8,)) | at_most(0.76, (12,))
 
 RECALL = Task(
     name="recall",
@@ -113,10 +115,10 @@ RETOLD = Task(
     answers=32,
     chance=1 / 32,
     learners=(
-        Learner("Gated DeltaNet", mixer(GatedDeltaNet, RETOLD_CHANNELS), at_least(0.8, (4, 8))),
-        Learner("Kimi Delta Attention", mixer(KimiDeltaAttention, RETOLD_CHANNELS), at_least(0.8, (4, 8))),
-        Learner("GDN-2", mixer(GatedDeltaNet2, RETOLD_CHANNELS), at_least(0.8, (4, 8))),
-        Learner("simple GLA", mixer(SimpleGatedLinearAttention, RETOLD_CHANNELS), at_most(0.7, RETOLD_SIZES), True),
+        Learner("Gated DeltaNet", mixer(GatedDeltaNet, RETOLD_CHANNELS), RETOLD_BOUNDS),
+        Learner("Kimi Delta Attention", mixer(KimiDeltaAttention, RETOLD_CHANNELS), RETOLD_BOUNDS),
+        Learner("GDN-2", mixer(GatedDeltaNet2, RETOLD_CHANNELS), RETOLD_BOUNDS),
+        Learner("simple GLA", mixer(SimpleGatedLinearAttention, RETOLD_CHANNELS), RETOLD_CONTROL, True),
     ),
     steps=800,
     shortest=2,
