@@ -80,7 +80,8 @@ WIDTH_OF_A_STATE = Paper(
     "Attention recalls pairs at any width. Gated convolutions need more width for longer strings.",
     "Arora et al., Zoology, arXiv:2312.04927",
 )
-CHANNELS, SIZES = 8, (4, 8, 16)
+CHANNELS, TOO_FEW, SIZES = 8, 2, (4, 8, 16)
+RECALLED = at_least(0.6, (4, 8))
 RETOLD_CHANNELS, RETOLD_SIZES = 16, (4, 8, 12)
 RETOLD_BOUNDS = at_least(0.9, (4, 8)) | at_least(0.82, (12,))
 RETOLD_CONTROL = at_most(0.84, (8,)) | at_most(0.76, (12,))
@@ -95,10 +96,11 @@ RECALL = Task(
     chance=1 / 32,
     learners=(
         Learner("softmax attention", attention, at_least(0.95, SIZES)),
-        Learner("Gated DeltaNet, 8 channels", mixer(GatedDeltaNet, CHANNELS), at_least(0.7, (4, 8))),
-        Learner("Kimi Delta Attention, 8 channels", mixer(KimiDeltaAttention, CHANNELS), at_least(0.7, (4, 8))),
-        Learner("GDN-2, 8 channels", mixer(GatedDeltaNet2, CHANNELS), at_least(0.7, (4, 8))),
-        Learner("simple GLA, 8 channels", mixer(SimpleGatedLinearAttention, CHANNELS), at_most(0.66, (8, 16)), True),
+        Learner("Gated DeltaNet, 8 channels", mixer(GatedDeltaNet, CHANNELS), RECALLED),
+        Learner("Kimi Delta Attention, 8 channels", mixer(KimiDeltaAttention, CHANNELS), RECALLED),
+        Learner("GDN-2, 8 channels", mixer(GatedDeltaNet2, CHANNELS), RECALLED),
+        Learner("simple GLA, 8 channels", mixer(SimpleGatedLinearAttention, CHANNELS), RECALLED),
+        Learner("Gated DeltaNet, 2 channels", mixer(GatedDeltaNet, TOO_FEW), at_most(0.45, (8, 16)), control=True),
     ),
     papers=(WIDTH_OF_A_STATE,),
     steps=800,
