@@ -104,7 +104,7 @@ RECALL = Task(
         Learner("Gated DeltaNet, 2 channels", mixer(GatedDeltaNet, TOO_FEW), at_most(0.4, (8, 16)), control=True),
     ),
     papers=(WIDTH_OF_A_STATE,),
-    steps=800,
+    steps=1600,
     shortest=2,
     trained=16,
     sizes=SIZES,
