@@ -122,7 +122,10 @@ def result(accuracy, seed=0, control=False):
 )
 def test_every_seed_is_judged(accuracies, control, holds):
     """A control that does not fail breaks its bound."""
-    found = list(verdicts(PARITY, [result(a, seed, control) for seed, a in enumerate(accuracies)]))
+    bounds = (at_least(0.99, PARITY.sizes), at_most(0.6, PARITY.sizes))
+    learners = [replace(of, bounds=given) for of, given in zip(PARITY.learners, bounds, strict=True)]
+    results = [result(a, seed, control) for seed, a in enumerate(accuracies)]
+    found = list(verdicts(replace(PARITY, learners=learners), results))
     assert len(found) == len(PARITY.sizes)
     assert {verdict.holds for verdict in found} == {holds}
     assert {verdict.nearest for verdict in found} == {max(accuracies) if control else min(accuracies)}

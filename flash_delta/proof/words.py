@@ -106,11 +106,11 @@ PARITY = words_task(
     cyclic(2),
     start=False,
     learners=(
-        Learner("Gated DeltaNet, beta to 2", gated_delta_net(True), at_least(0.99, SIZES)),
+        Learner("Gated DeltaNet, beta to 2", gated_delta_net(True), at_least(0.9, PROMISED)),
         Learner("Gated DeltaNet, beta to 1", gated_delta_net(False), at_most(0.6, SIZES), control=True),
     ),
     papers=(NEGATIVE,),
-    steps=200,
+    steps=150,
     lr=2e-2,
 )
 SUMS = words_task(
