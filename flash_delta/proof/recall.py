@@ -81,7 +81,7 @@ WIDTH_OF_A_STATE = Paper(
     "Arora et al., Zoology, arXiv:2312.04927",
 )
 CHANNELS, TOO_FEW, SIZES = 8, 2, (4, 8, 16)
-RECALLED = at_least(0.6, (4, 8))
+RECALLED = at_least(0.75, (4, 8))
 RETOLD_CHANNELS, RETOLD_SIZES = 16, (4, 8, 12)
 RETOLD_BOUNDS = at_least(0.9, (4, 8)) | at_least(0.82, (12,))
 RETOLD_CONTROL = at_most(0.84, (8,)) | at_most(0.76, (12,))
@@ -98,10 +98,9 @@ RECALL = Task(
         Learner("softmax attention", attention, at_least(0.95, SIZES)),
         Learner("Gated DeltaNet, 8 channels", mixer(GatedDeltaNet, CHANNELS), RECALLED),
         Learner("Kimi Delta Attention, 8 channels", mixer(KimiDeltaAttention, CHANNELS), RECALLED),
-        # Of three seeds one is not done learning after these steps: 0.54, 0.43, 0.31.
-        Learner("GDN-2, 8 channels", mixer(GatedDeltaNet2, CHANNELS), at_least(0.45, (4,))),
+        Learner("GDN-2, 8 channels", mixer(GatedDeltaNet2, CHANNELS), RECALLED),
         Learner("simple GLA, 8 channels", mixer(SimpleGatedLinearAttention, CHANNELS), RECALLED),
-        Learner("Gated DeltaNet, 2 channels", mixer(GatedDeltaNet, TOO_FEW), at_most(0.4, (8, 16)), control=True),
+        Learner("Gated DeltaNet, 2 channels", mixer(GatedDeltaNet, TOO_FEW), at_most(0.5, (8, 16)), control=True),
     ),
     papers=(WIDTH_OF_A_STATE,),
     steps=1600,
