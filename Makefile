@@ -37,7 +37,7 @@ demo: .venv/installed
 	$(BIN)/flash-delta train --out $(RUN) --mixers gdn,kda,gdn,attention --steps 400 --batch-size 4
 	$(BIN)/flash-delta generate $(RUN) --prompt 'def '
 	$(BIN)/flash-delta report $(RUN)
-	$(BIN)/python examples/state_tracking.py --out $(RUN)/state_tracking.svg
+	$(BIN)/flash-delta prove parity --seeds 1 --out $(RUN)
 	$(BIN)/python examples/transformers_layers.py --tokens 512 --prompts 1 --rows 8 --repeats 2 --width 512 --heads 4
 
 test triton newest: TESTS := -m "not long"

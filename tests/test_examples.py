@@ -212,21 +212,3 @@ def tensors_of(loop):
         for name, t in (vars(layer) | states).items():
             if isinstance(t, torch.Tensor):
                 yield f"{number}.{name}", t
-
-
-def test_state_tracking(tmp_path):
-    tracking, app = load("state_tracking"), typer.Typer()
-    app.command()(tracking.main)
-    out = CliRunner().invoke(app, ["--steps", "2", "--out", str(tmp_path / "new" / "parity.svg")])
-    assert out.exit_code == 0, out.output
-    assert "without" in out.output
-    assert (tmp_path / "new" / "parity.svg").read_text().count("<svg") == 1
-
-
-@pytest.mark.long
-def test_only_negative_eigenvalues_count_bits():
-    tracking = load("state_tracking")
-    counted, faded = (tracking.accuracies(tracking.train(allowed, 200, seed=0)) for allowed in (True, False))
-    longest = tracking.LENGTHS.index(256)
-    assert min(counted[: longest + 1]) > 0.99
-    assert max(faded) < 0.6

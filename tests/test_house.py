@@ -33,9 +33,10 @@ MAY_IMPORT = {
     "training": {"models", "parallel"},
     "report": {"training", "models", "layers", "ops", "page"},
     "testing": {"reference", "backend", "problem"},
+    "proof": {"layers", "modules", "ops", "testing", "page"},
     "compiler": {"ops", "kernels"},
     "packs": {"integrations", "layers", "ops"},
-    "cli": {"report", "training", "models", "ops", "testing", "compiler", "packs", "integrations"},
+    "cli": {"report", "training", "models", "ops", "testing", "compiler", "packs", "integrations", "proof"},
     # The workshop's rooms. No room of the library may import them.
     "workshop.check": {"testing", "reference", "problem"},
     # Layers of transformers are contestants, and what is around the rule stands beside those that lack it.
@@ -84,7 +85,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 42_455, "workshop": 6_602, "tests": 37_767}
+LINES = {"flash_delta": 43_168, "workshop": 6_367, "tests": 37_507}
 
 
 def room(path: Path) -> str:

@@ -13,6 +13,7 @@ from flash_delta.cli.errors import one_line_each
 from flash_delta.cli.generate import generate
 from flash_delta.cli.info import info
 from flash_delta.cli.pack import pack
+from flash_delta.cli.prove import prove
 from flash_delta.cli.report import report
 from flash_delta.cli.train import train
 
@@ -70,5 +71,13 @@ def make_app(program: str, about: str, commands: dict[str, Callable[..., None]])
 app = make_app(
     "flash-delta",
     "Gated-delta-rule linear attention: what runs here, whether it is right, and small models end to end.",
-    {"info": info, "check": check, "train": train, "generate": generate, "report": report, "pack": pack},
+    {
+        "info": info,
+        "check": check,
+        "prove": prove,
+        "train": train,
+        "generate": generate,
+        "report": report,
+        "pack": pack,
+    },
 )
