@@ -108,18 +108,29 @@ def test_a_row_over_two_ranks(mixer):
 
 
 def test_a_training_loop_on_long_rows(tmp_path, monkeypatch, capsys):
-    """Two ranks print what one does, but for times."""
+    """Two ranks print what one does, but for times, if they share the tokens of a row or heads. One process goes on
+    from what two have saved."""
     (tmp_path / "book.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(400)))
-    sizes = ("--tokens", "301", "--steps", "3", "--layers", "4", "--hidden-size", "32", "--heads", "1")
-    command = [str(EXAMPLES / "long_context.py"), str(tmp_path / "book.txt"), *sizes, "--head-dim", "16"]
-    two = on_two_ranks(*command)
-    monkeypatch.setattr(sys, "argv", command)
-    load("long_context").main()
-    one = capsys.readouterr().out
-    numbers = [[float(x) for x in re.findall(r"(\d\.\d{3})(?: bits| |\n)", out)] for out in (one, two)]
-    assert len(numbers[0]) == 3 + 8, one
-    assert numbers[1] == pytest.approx(numbers[0], abs=2e-3), two
-    assert numbers[0][2] < numbers[0][0]
+    sizes = ("--tokens", "301", "--layers", "3", "--hidden-size", "32", "--heads", "2", "--head-dim", "16")
+    command = [str(EXAMPLES / "long_context.py"), str(tmp_path / "book.txt"), *sizes, "--mixers", "gdn,kda,attention"]
+    saved = ("--out", str(tmp_path / "run"), "--checkpoint-every", "2")
+
+    def numbers(out):
+        return [float(x) for x in re.findall(r"(\d\.\d{3})(?: bits| |\n)", out)]
+
+    def alone(*more):
+        monkeypatch.setattr(sys, "argv", [*command, "--steps", "3", *more])
+        load("long_context").main()
+        return numbers(capsys.readouterr().out)
+
+    one = alone()
+    assert len(one) == 3 + 8
+    assert one[2] < one[0]
+    assert numbers(on_two_ranks(*command, "--steps", "3")) == pytest.approx(one, abs=2e-3)
+    heads = on_two_ranks(*command, "--steps", "2", "--tensor-parallel", "2", *saved)
+    assert numbers(heads)[:2] == pytest.approx(one[:2], abs=2e-3)
+    assert alone(*saved) == pytest.approx(one[2:], abs=2e-3)
+    assert sorted(folder.name for folder in (tmp_path / "run").iterdir()) == ["2", "3"]
 
 
 def test_layers_of_transformers(monkeypatch):
