@@ -21,13 +21,13 @@ def results(layer, x, dy):
     return y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 64), (2, 64), (4, 20)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_packed_row(dtype, kv_heads, monkeypatch):
+def test_a_packed_row(dtype, kv_heads, head_dim, monkeypatch):
     torch.manual_seed(0)
-    layer = Attention(256, 4, kv_heads, head_dim=64).to(dtype)
+    layer = Attention(256, 4, kv_heads, head_dim=head_dim).to(dtype)
     x, dy = (random(1, T, 256, seed=seed).to(dtype) for seed in range(2))
-    exact = Attention(256, 4, kv_heads, head_dim=64).double()
+    exact = Attention(256, 4, kv_heads, head_dim=head_dim).double()
     exact.load_state_dict(layer.state_dict())
     want = results(exact, x.double(), dy.double())
     layer, x, dy = layer.cuda(), x.cuda(), dy.cuda()

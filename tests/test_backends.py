@@ -113,7 +113,7 @@ def test_a_backend_without_modules_refuses_them(picky):
 def test_an_operator_goes_on_to_the_next(picky):
     """When the preferred backend refuses, an operator goes on to the next one, as an eager call does."""
     x, w = torch.randn(3, 8), torch.randn(8)
-    (y,) = torch.ops.flash_delta.rms_norm(x, w, None, "rms_norm", None, 1e-5, None)
+    (y,) = torch.ops.flash_delta.rms_norm(x, w, None, "rms_norm", None, 1e-5, None, None)
     torch.testing.assert_close(y, rms_norm(x, w, 1e-5, backend="torch"))
 
 

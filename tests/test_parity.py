@@ -57,6 +57,15 @@ def test_records_that_are_there_are_kept(folder):
     assert read(out)["torch"][1]["losses"] == before["torch"][1]["losses"]
 
 
+@pytest.mark.parametrize(
+    ("option", "field"), [("--steps=21", "steps"), ("--mixer=kda", "mixers"), ("--layers=2", "layers")]
+)
+def test_records_of_other_runs_are_refused(folder, option, field):
+    result = parity(*folder[1], option)
+    assert result.exit_code == 2
+    assert f"out: expected records with {field} " in result.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize("what", ["losses", "held_out"])
 def test_a_contestant_that_learns_less_is_found(folder, what):
     records = read(folder[0])

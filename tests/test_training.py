@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -125,9 +126,10 @@ def test_tokens_of_the_byte_tokenizer_are_bytes(corpus):
 
 
 def test_the_end_of_a_text_is_a_byte_that_no_text_has(tmp_path):
-    """Every other character keeps its bytes, also those whose signs the tokenizer uses within."""
+    """Every character keeps its bytes, also those whose signs the tokenizer uses within, and a text that spells the
+    end."""
     BYTES.save_pretrained(tmp_path)
-    text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 97)]))
+    text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 97)])) + "a<|endoftext|>b"
     for tokenizer in (BYTES, AutoTokenizer.from_pretrained(tmp_path)):
         assert tokenizer.eos_token_id == 255
         assert tokenizer(text).input_ids == list(text.encode())
@@ -251,20 +253,39 @@ def test_compiled_blocks_compute_the_same(corpus, tmp_path, monkeypatch):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_kinds_of_blocks_are_compiled_and_not_more(corpus, tmp_path, monkeypatch, packed):
+    """In training and in evaluation, for any number of documents in a window."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=counter))
+    torch._dynamo.reset()
+    make(tmp_path, corpus, layout=Layout(compile=True), steps=8, seq_len=96, packed=packed).train()
+    assert (
+        6 <= counter.frame_count <= 6 * (3 if packed else 1) < torch._dynamo.config.recompile_limit
+    )  # three kinds, twice; bounds of one, two, many numbers
+
+
 def test_compiled_blocks_cannot_be_split(corpus, tmp_path):
     with pytest.raises(ValueError, match="compile: expected False with context_parallel > 1"):
         make(tmp_path, corpus, layout=Layout(context_parallel=2, compile=True))
 
 
 def test_a_step_takes_the_time_of_its_batch(corpus, tmp_path, monkeypatch):
-    """Evaluations and checkpoints are no part of it."""
-    trainer = make(tmp_path, corpus, steps=3, batch_size=2, seq_len=32, checkpoint_every=2)
-    collate, evaluate = Collator.__call__, trainer.evaluate
-    monkeypatch.setattr(Collator, "__call__", lambda *args: time.sleep(0.2) or collate(*args))
-    monkeypatch.setattr(trainer, "evaluate", lambda *args, **kwargs: time.sleep(2) or evaluate(*args, **kwargs))
+    """And that of its device, for which ranks wait when they tell each other whether to stop. Evaluations and
+    checkpoints are no part of it."""
+    trainer = make(tmp_path, corpus, steps=4, batch_size=2, seq_len=32, checkpoint_every=2)
+
+    def slower(thing, name, seconds):
+        call = getattr(thing, name)
+        monkeypatch.setattr(thing, name, lambda *args, **kwargs: time.sleep(seconds) or call(*args, **kwargs))
+
+    slower(Collator, "__call__", 0.2)
+    slower(trainer.accelerator, "gather", 0.2)
+    for name in ("evaluate", "_save_checkpoint"):
+        slower(trainer, name, 2)
     trainer.train()
     seconds = [64 / log["tokens_per_second"] for log in trainer.state.log_history if "loss" in log]
-    assert all(0.2 <= s < 2 for s in seconds[1:])
+    assert all(0.4 <= s < 2 for s in seconds[1:-1])  # batches are made a step ahead
 
 
 def test_arithmetic_of_a_token():
@@ -282,7 +303,9 @@ def test_arithmetic_of_a_token():
 
 def test_share_of_peak(monkeypatch):
     model, device = tiny_model(), torch.device("cuda", 0)
-    for name, peak in (("NVIDIA H200", 989.4e12), ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", None)):
+    peaks = dict.fromkeys(("NVIDIA H200", "NVIDIA H100 80GB HBM3"), 989.4e12)
+    peaks |= dict.fromkeys(("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb"))
+    for name, peak in peaks.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         found = share_of_peak(model, 32, device, 2)
         assert found == (None if peak is None else pytest.approx(flops_per_token(model, 32) / 2 / peak))

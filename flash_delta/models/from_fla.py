@@ -157,7 +157,10 @@ def _read_config(folder: Path) -> FlashDeltaConfig:
     if given.get("safe_gate") and given.get("lower_bound") is None:
         raise ValueError("lower_bound: expected a number with safe_gate=True, got None")
     sizes = {name: given.get(name, default) for name, default in kind.same.items()}
-    return FlashDeltaConfig(**sizes, **_converted(kind, {**kind.converted, **given}, sizes))
+    ours = _converted(kind, {**kind.converted, **given}, sizes)
+    if "gdp" not in ours["mixers"]:  # all layers may be attention
+        sizes.pop("use_forget_gate", None)
+    return FlashDeltaConfig(**sizes, **ours)
 
 
 def _converted(kind: Kind, given: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
@@ -183,6 +186,8 @@ def _attention(mixer: str, attn: dict[str, Any] | list[dict[str, Any]] | None, l
         got = group | {"qkv_bias": group.get("qkv_bias") or False}
         if unknown := sorted(got.keys() - ATTENTION):
             raise ValueError(f"attn: expected fields among {sorted(ATTENTION)}, got {unknown}")
+        if missing := sorted({"layers", "num_heads"} - got.keys()):
+            raise ValueError(f"attn: expected layers and num_heads, got a group without {' and '.join(missing)}")
         if got["qkv_bias"] or got.get("window_size") is not None:
             raise ValueError(f"attn: expected no qkv_bias and no window_size, which our attention lacks, got {group}")
         if not set(got["layers"]) <= set(range(layers)):

@@ -5,6 +5,7 @@ of its own heads. So the ranks' work is equal for any split of the tokens, and s
 or all of them are one. Otherwise each rank gathers keys and values, and its mask has a row for each of its queries.
 """
 
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,9 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # before torch 2.10
     varlen_attn = None
+else:
+    if "window_size" not in signature(varlen_attn).parameters:  # before torch 2.11
+        varlen_attn = None
 
 
 def attend_split(context: Part, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -39,12 +43,15 @@ def attend_split(context: Part, q: Tensor, k: Tensor, v: Tensor, **options: Any)
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, bounds: tuple[int, ...] | None, on_device: Tensor, **options: Any
 ) -> Tensor:
-    """Whole rows ``[1, heads, T, D]`` of sequences that end at the row's end -> their outputs. ``bounds``: None if only
-    the device has them. Without a kernel for rows of sequences, each sequence is a call then."""
+    """Whole rows ``[1, heads, T, D]`` of sequences that end at the row's end -> their outputs.
+
+    ``bounds`` are on the host, or None. ``on_device`` are the same. Without a kernel for rows of sequences, each
+    sequence is a call of its own. Where the host has no bounds there is one call with a mask.
+    """
     lengths = None if bounds is None else [stop - start for start, stop in pairwise(bounds) if stop > start]
     if lengths is not None and len(lengths) < 2:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options, enable_gqa=True)
-    if takes_rows(q, **options):
+    if takes_rows(q, v, **options):
         return _rows(q, k, v, on_device, options.get("scale"))
     if lengths is None:
         tokens = torch.arange(q.shape[2], device=q.device)
@@ -56,10 +63,12 @@ def attend_packed(
     )
 
 
-def takes_rows(q: Tensor, dropout_p: float = 0.0, scale: float | None = None) -> bool:
-    """Whether PyTorch has a kernel for rows of sequences that takes this."""
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return varlen_attn is not None and q.is_cuda and half and dropout_p == 0 and q.shape[-1] <= 256
+def takes_rows(q: Tensor, v: Tensor, dropout_p: float = 0.0, scale: float | None = None) -> bool:
+    """Whether PyTorch has a kernel for rows of sequences that takes this. It is FlashAttention, called directly."""
+    half, D = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+    if varlen_attn is None or not (q.is_cuda and half and dropout_p == 0):
+        return False
+    return v.shape[-1] == D and D % 8 == 0 and D <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float | None) -> Tensor:

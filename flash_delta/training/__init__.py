@@ -5,9 +5,10 @@ from flash_delta.training.checkpoint import latest_checkpoint, load_model, read_
 from flash_delta.training.corpus import Corpus, Summary, order0_entropy
 from flash_delta.training.generate import generate_text
 from flash_delta.training.settings import Layout, Settings, read_run
+from flash_delta.training.step_end import Diverged
 from flash_delta.training.stopping import stop_signals
 from flash_delta.training.tokenizer import byte_tokenizer, load_tokenizer
-from flash_delta.training.trainer import Diverged, RunTrainer
+from flash_delta.training.trainer import RunTrainer
 
 __all__ = [
     "Corpus",

@@ -5,7 +5,8 @@ from transformers import PreTrainedModel
 
 from flash_delta.models import FlashDeltaForCausalLM
 
-PEAKS = {"H100": 989.4, "H200": 989.4}  # TFLOP/s of dense products in bfloat16, by NVIDIA's data sheets (SXM)
+# TFLOP/s of dense products in bfloat16, by NVIDIA's data sheets. Cards of other names (PCIe, NVL, slices) do less.
+PEAKS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
 
 
 def flops_per_token(model: FlashDeltaForCausalLM, seq_len: int) -> float:
@@ -25,6 +26,5 @@ def share_of_peak(model: PreTrainedModel, seq_len: int, device: torch.device, de
     """The share of all devices' peak that one token per second takes; None where peak or arithmetic is not known."""
     if device.type != "cuda" or not isinstance(model, FlashDeltaForCausalLM):
         return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((peak for chip, peak in PEAKS.items() if chip in name and "PCIe" not in name), None)
+    peak = PEAKS.get(torch.cuda.get_device_name(device))
     return None if peak is None else flops_per_token(model, seq_len) / (devices * 1e12 * peak)

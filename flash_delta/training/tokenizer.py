@@ -13,7 +13,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={sign: byte for byte, sign in signs.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=signs[END_OF_TEXT])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=signs[END_OF_TEXT], split_special_tokens=True
+    )  # a text that spells the end has bytes like any other
 
 
 def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:

@@ -13,7 +13,6 @@ the same as one process, up to rounding.
 import dataclasses
 import math
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,26 +27,22 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
 from flash_delta.models import parameter_groups
 from flash_delta.training.batches import Collator, Windows, mean_of_nats, sum_of_nats
-from flash_delta.training.checkpoint import first_not_finite, latest_checkpoint
 from flash_delta.training.corpus import Corpus, evaluation_starts, require_length, training_starts
 from flash_delta.training.flops import share_of_peak
-from flash_delta.training.settings import Layout, Settings, write_run
+from flash_delta.training.settings import Layout, Settings
+from flash_delta.training.step_end import StepEnd
 
 NATS_PER_BIT = math.log(2)
 WARMUP_STEPS, EVAL_WINDOWS, EVAL_TOKENS = 20, 256, 2**22  # the last two: at most
+BLOCK_FORMS = 64  # more than kinds of mixers, times training and evaluation, times forms of a row's bounds
 # transformers renamed it, and warns of the old name where it has the new one
 FIELDS = {field.name for field in dataclasses.fields(TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
-
-
-class Diverged(FloatingPointError):
-    """A step's gradients, parameters or evaluation are not finite. The last checkpoint has the state before."""
 
 
 class RunTrainer(Trainer):
@@ -107,9 +102,9 @@ class RunTrainer(Trainer):
         self.corpus, self.settings, self.stop, self.stopped_by = corpus.summary, settings, stop, 0
         self.seconds = 0.0  # of the last step, with its batch, without evaluations and checkpoints
         if layout.compile:
-            for block in model.model.layers:  # all of a kind are compiled once
-                block.compile()
-        self.share = share_of_peak(model, settings.seq_len, args.device, size)
+            compile_blocks(model)
+        counts = settings.dtype == "bfloat16" and not settings.packed  # documents need fewer products
+        self.share = share_of_peak(model, settings.seq_len, args.device, size) if counts else None
         self.add_callback(StepEnd(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -143,51 +138,12 @@ class RunTrainer(Trainer):
         return {"loss": loss, "bits_per_byte": loss / NATS_PER_BIT * per_byte}
 
 
-class StepEnd(TrainerCallback):
-    """What happens at a step's end: a run that diverged or that a signal asked to stop ends here."""
-
-    def __init__(self, trainer: RunTrainer) -> None:
-        self.trainer, self.began = trainer, 0.0
-
-    def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs) -> None:
-        """Writes what the run computes. A resumed run may have another peak of the rate or another number of steps."""
-        if state.is_world_process_zero:
-            write_run(args.output_dir, self.trainer.settings, self.trainer.corpus)
-        if state.global_step > 0:
-            for i, group in enumerate(optimizer.param_groups):
-                group["initial_lr"] = lr_scheduler.base_lrs[i] = args.learning_rate
-            lr_scheduler.last_epoch -= 1
-            lr_scheduler.step()
-
-        self.began = time.perf_counter()
-
-    def on_evaluate(self, args, state, control, **kwargs) -> None:
-        self.began = time.perf_counter()
-
-    def on_save(self, args, state, control, **kwargs) -> None:
-        self.began = time.perf_counter()
-
-    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
-        asked = torch.tensor([self.trainer.stop()], device=args.device)
-        stopped_by = int(self.trainer.accelerator.gather(asked).max())  # waits for all devices: the step has ended
-        now = time.perf_counter()
-        self.trainer.seconds, self.began = now - self.began, now
-        if stopped_by and not control.should_training_stop:
-            self.trainer.stopped_by = stopped_by
-            control.should_save = control.should_training_stop = True
-        if control.should_save and (name := first_not_finite(model)):
-            self._end(state.global_step, f"parameter {name}", math.nan)
-
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        for name in ("loss", "grad_norm", "eval_loss"):
-            if not math.isfinite(logs.get(name, 0.0)):
-                self._end(state.global_step, name, logs[name])
-
-    def _end(self, step: int, what: str, value: float) -> None:
-        newest = latest_checkpoint(self.trainer.args.output_dir)
-        kept = f"{newest} is kept" if newest else "no checkpoint was written yet"
-        lower = f"lower --lr, {self.trainer.settings.lr:g} now"
-        raise Diverged(f"step {step}: {what}: {value}: the run diverged, {lower}; {kept}")
+def compile_blocks(model: PreTrainedModel) -> None:
+    """Lets torch.compile compile each block when it first runs. Blocks of a kind share what is compiled. All share one
+    limit of compilations: a kind needs one for training and one for evaluation, and again when lengths have changed."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, BLOCK_FORMS)
+    for block in model.model.layers:
+        block.compile()
 
 
 def _starts(corpus: Corpus, settings: Settings, ranks_rows: int) -> tuple[Callable[[int], int], list[int | None]]:

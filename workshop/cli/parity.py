@@ -39,7 +39,7 @@ def parity(
     verdict is in OUT/parity.json.
     """
     from flash_delta.training import Corpus, Settings
-    from workshop.parity.runs import CONTESTANTS, FLA, file_of, train
+    from workshop.parity.runs import CONTESTANTS, FLA, file_of, require_same, train
     from workshop.parity.verdict import verdict
 
     names, numbers, where = contestants.split(","), [int(seed) for seed in seeds.split(",")], require_device(device)
@@ -56,7 +56,9 @@ def parity(
     for name in names:
         for seed in numbers:
             file, settings = file_of(out, name, seed), Settings(paths=texts, mixers=mixer, seed=seed, **sizes, **shape)
-            if not file.exists():
+            if file.exists():
+                require_same(file, name, settings, corpus, where)
+            else:
                 file.write_text(json.dumps(train(name, settings, corpus, where)))
     records = {name: [json.loads(file_of(out, name, seed).read_text()) for seed in numbers] for name in names}
     found = verdict(records)

@@ -1,5 +1,6 @@
 """One contestant's training with one seed: the losses of its steps and of the held-out text."""
 
+import json
 import time
 import warnings
 from dataclasses import asdict, replace
@@ -45,13 +46,25 @@ def train(contestant: str, settings: Settings, corpus: Corpus, device: torch.dev
         "contestant": contestant,
         "settings": asdict(settings),
         "corpus": corpus.summary.digest,
-        "device": device.type if on_cpu else torch.cuda.get_device_name(device),
+        "device": _device(device),
         "versions": _versions(contestant),
         "seconds": time.perf_counter() - began,
         "tokens_per_second": median(record["tokens_per_second"] for record in history if "loss" in record),
         "losses": [record["loss"] for record in history if "loss" in record],
         "held_out": next(record["eval_loss"] for record in history if "eval_loss" in record),
     }
+
+
+def require_same(file: Path, contestant: str, settings: Settings, corpus: Corpus, device: torch.device) -> None:
+    """Raises ValueError if the record in ``file`` is of another run than `train` would do now."""
+    found, dtype = json.loads(file.read_text()), CONTESTANTS[contestant][0]
+    wanted = asdict(replace(settings, dtype=dtype)) | {
+        "corpus": corpus.summary.digest, "device": _device(device), "versions": _versions(contestant),
+    }  # fmt: skip
+    kept = found["settings"] | {name: found[name] for name in ("corpus", "device", "versions")}
+    for name, value in wanted.items():
+        if json.loads(json.dumps(value)) != kept[name]:
+            raise ValueError(f"out: expected records with {name} {value}, or none; got {kept[name]} in {file}")
 
 
 def new_model(settings: Settings, backend: str | None) -> FlashDeltaForCausalLM:
@@ -87,6 +100,10 @@ def as_fla(model: FlashDeltaForCausalLM, mixer: str) -> PreTrainedModel:
         tensors[parameter] = tensor
     theirs.load_state_dict(tensors)
     return theirs
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _versions(contestant: str) -> dict[str, str]:

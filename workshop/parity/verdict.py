@@ -36,7 +36,10 @@ def verdict(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "difference": {name: float(value) for name, value in apart.items()},
             "right": all(bool(apart[name] <= spread[name]) for name in spread),
         })  # fmt: skip
-    return {"spread_of": first, "spread": spread, "pairs": pairs, "right": all(pair["right"] for pair in pairs)}
+    run = {name: records[first][0][name] for name in ("settings", "device", "versions")}
+    seeds = [record["settings"]["seed"] for record in records[first]]
+    found = {"spread_of": first, "spread": spread, "pairs": pairs, "right": all(pair["right"] for pair in pairs)}
+    return found | {"seeds": seeds, "first_run": run}
 
 
 def _parts(losses: list[float]) -> list[float]:
