@@ -129,7 +129,9 @@ def _settings(options: dict[str, Any], given: set[str], resumed: Path | None) ->
 
 def _trainer(out: Path, settings: "Settings", layout, resume: bool, device, **options) -> "RunTrainer":
     from flash_delta.training import Corpus, RunTrainer, latest_checkpoint, load_model, load_tokenizer, read_run
+    from flash_delta.training.card import require_no_other_page
 
+    require_no_other_page(out)
     checkpoint = latest_checkpoint(out)
     if checkpoint and not resume:
         raise ValueError(f"out: expected a folder without a run, got {out} with {checkpoint.name}: resume it")
@@ -153,6 +155,7 @@ def _run(trainer: "RunTrainer", out: Path, resume: bool) -> None:
     from transformers import PrinterCallback
 
     from flash_delta.training import latest_checkpoint
+    from flash_delta.training.card import write_card
     from flash_delta.training.progress import Bar, Lines
 
     console = Console(quiet=not trainer.is_world_process_zero())
@@ -168,6 +171,8 @@ def _run(trainer: "RunTrainer", out: Path, resume: bool) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(_result(trainer, out))
+    if trainer.is_world_process_zero():
+        write_card(out, trainer.model, trainer.settings, trainer.corpus, trainer.state)
     trainer.accelerator.end_training()
 
 

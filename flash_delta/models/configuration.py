@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 MIXERS = ("gdn", "kda", "gdn2", "gdp", "delta_net", "attention")
+# What transformers loads by `trust_remote_code=True` where nobody has imported `flash_delta.models`.
+CLASSES = {
+    "AutoConfig": "FlashDeltaConfig",
+    "AutoModel": "FlashDeltaModel",
+    "AutoModelForCausalLM": "FlashDeltaForCausalLM",
+    "AutoModelForSequenceClassification": "FlashDeltaForSequenceClassification",
+}
+MODULE = "modeling_flash_delta"
+CODE = f"""# The code of this model is in the library flash_delta, which has to be installed.
+from flash_delta.models import {", ".join(CLASSES.values())}
+"""
 
 
 class FlashDeltaConfig(PreTrainedConfig):
@@ -101,3 +115,18 @@ class FlashDeltaConfig(PreTrainedConfig):
         if not self.use_forget_gate and "gdp" not in self.mixers:
             raise ValueError("use_forget_gate: expected True without a 'gdp' mixer, got False")
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Write `config.json`, and beside it the file that `trust_remote_code=True` runs: it imports this library.
+
+        kwargs are those of transformers.
+        """
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{MODULE}.py").write_text(CODE, encoding="utf-8")
+        self.auto_map = {auto: f"{MODULE}.{name}" for auto, name in CLASSES.items()}
+        super().save_pretrained(save_directory, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing. transformers calls it so that `save_pretrained` copies the code, which stays in the library."""
