@@ -2,16 +2,12 @@
 
 import math
 import time
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from flash_delta.training.checkpoint import first_not_finite, latest_checkpoint
 from flash_delta.training.settings import write_run
-
-if TYPE_CHECKING:
-    from flash_delta.training.trainer import RunTrainer
 
 
 class Diverged(FloatingPointError):
@@ -19,9 +15,10 @@ class Diverged(FloatingPointError):
 
 
 class StepEnd(TrainerCallback):
-    """What happens at a step's end: a run that diverged or that a signal asked to stop ends here."""
+    """What happens at a step's end: a run that diverged or that a signal asked to stop ends here. ``trainer`` is the
+    `RunTrainer` of the run."""
 
-    def __init__(self, trainer: "RunTrainer") -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.began = trainer, 0.0
 
     def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs) -> None:
