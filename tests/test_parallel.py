@@ -347,6 +347,15 @@ def test_model_refuses(alone):
         model(ids, use_cache=True, cp_context=context)
 
 
+def test_attention_takes_autocasts_dtype_or_one(alone):
+    context = ContextParallel(alone, [0, 9])
+    q, k, v = torch.randn(3, 1, 2, 9, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert context.attend(q, k, v.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"k, v: expected the dtype of q, torch.float32, got .*float32 and .*bfloat16"):
+        context.attend(q, k, v.bfloat16())
+
+
 def test_attention_on_one_rank_is_the_packed_one(alone):
     model, ids = build("hybrid"), tokens(1, 9)
     want = model(ids, cu_seqlens=torch.tensor([0, 4, 7, 9])).logits

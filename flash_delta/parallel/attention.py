@@ -29,6 +29,11 @@ else:
 def attend_split(context: Part, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """This rank's tokens ``[1, heads, T, D]`` -> its outputs. ``options`` are those of PyTorch's attention, `dropout_p`
     and `scale`. Tokens after the last sequence form one more sequence."""
+    kind = q.device.type
+    if q.dtype != torch.float64 and torch.is_autocast_enabled(kind):  # as it does for PyTorch's attention
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}")
     total, bounds = context.split.total, context.split.cu_seqlens
     bounds = (*bounds, total) if total > bounds[-1] else bounds
     if q.shape[1] % context.size == 0 and k.shape[1] % context.size == 0:
