@@ -10,7 +10,7 @@ from flash_delta.testing import relative_error
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    pytest.mark.skipif(in_parts.varlen_attn is None, reason="PyTorch has no kernel for rows of sequences"),
+    pytest.mark.skipif(not in_parts.HAS_ROWS, reason="PyTorch has no kernel for rows of sequences"),
 ]
 BOUNDS, T = [0, 130, 130, 133, 300], 310  # an empty sequence, a short one, padding
 
@@ -32,7 +32,7 @@ def test_a_packed_row(dtype, kv_heads, head_dim, monkeypatch):
     want = results(exact, x.double(), dy.double())
     layer, x, dy = layer.cuda(), x.cuda(), dy.cuda()
     with monkeypatch.context() as without:
-        without.setattr(in_parts, "varlen_attn", None)
+        without.setattr(in_parts, "HAS_ROWS", False)
         masked = results(layer, x, dy)
     found = results(layer, x, dy)
     for got, other, right in zip(found, masked, want, strict=True):

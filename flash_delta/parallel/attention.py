@@ -5,7 +5,6 @@ of its own heads. So the ranks' work is equal for any split of the tokens, and s
 or all of them are one. Otherwise each rank gathers keys and values, and its mask has a row for each of its queries.
 """
 
-from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +16,7 @@ from torch.nn import functional as F
 from flash_delta.parallel.part import Part
 from flash_delta.parallel.tokens import AllTokens
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before torch 2.10
-    varlen_attn = None
-else:
-    if "window_size" not in signature(varlen_attn).parameters:  # before torch 2.11
-        varlen_attn = None
+HAS_ROWS = torch.__version__ >= "2.11"  # whether PyTorch has a kernel for rows of sequences, with a window
 
 
 def attend_split(context: Part, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -71,12 +64,14 @@ def attend_packed(
 def takes_rows(q: Tensor, v: Tensor, dropout_p: float = 0.0, scale: float | None = None) -> bool:
     """Whether PyTorch has a kernel for rows of sequences that takes this. It is FlashAttention, called directly."""
     half, D = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
-    if varlen_attn is None or not (q.is_cuda and half and dropout_p == 0):
+    if not (HAS_ROWS and q.is_cuda and half and dropout_p == 0):
         return False
     return v.shape[-1] == D and D % 8 == 0 and D <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # it takes long, and imports Triton
+
     groups, longest, bounds = q.shape[1] // k.shape[1], q.shape[2], bounds.int()
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
     tokens = (x[0].transpose(0, 1) for x in (q, k, v))

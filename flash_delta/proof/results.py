@@ -77,7 +77,7 @@ def read(path: Path, tasks: Sequence[Task], device: torch.device) -> list[Result
         ValueError: if there is no file, or one of another version, of other tasks or of another machine.
     """
     if not path.exists():
-        raise ValueError(f"resume: expected {path} to continue, which is not there")
+        raise ValueError(f"resume: expected {path} to continue, got no such file")
     found = json.loads(path.read_text(encoding="utf-8"))
     for name, value in _head(device).items():
         if found[name] != value:

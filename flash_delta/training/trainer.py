@@ -67,7 +67,7 @@ class RunTrainer(Trainer):
     ) -> None:
         require_length(corpus, settings.seq_len)
         if layout.compile and layout.context_parallel > 1:
-            raise ValueError("compile: expected False with context_parallel > 1, whose splits a compiler cannot see")
+            raise ValueError("compile: expected False with context_parallel > 1, as no compiler sees splits, got True")
         size = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
         _require_divisors(size, context_parallel=layout.context_parallel, shard=layout.shard)
         ranks = size // layout.context_parallel  # those that have rows of their own

@@ -64,7 +64,7 @@ def require_same(file: Path, contestant: str, settings: Settings, corpus: Corpus
     kept = found["settings"] | {name: found[name] for name in ("corpus", "device", "versions")}
     for name, value in wanted.items():
         if json.loads(json.dumps(value)) != kept[name]:
-            raise ValueError(f"out: expected records with {name} {value}, or none; got {kept[name]} in {file}")
+            raise ValueError(f"out: expected records with {name} {value}, or none, got {kept[name]} in {file}")
 
 
 def new_model(settings: Settings, backend: str | None) -> FlashDeltaForCausalLM:
