@@ -108,8 +108,8 @@ def test_a_row_over_two_ranks(mixer):
 
 
 def test_a_training_loop_on_long_rows(tmp_path, monkeypatch, capsys):
-    """Two ranks print what one does, but for times, if they share the tokens of a row or heads. One process goes on
-    from what two have saved."""
+    """One process and two ranks print the same losses. The ranks share the tokens of a row, or else heads. One process
+    continues from the checkpoint of two ranks."""
     (tmp_path / "book.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(400)))
     sizes = ("--tokens", "301", "--layers", "3", "--hidden-size", "32", "--heads", "2", "--head-dim", "16")
     command = [str(EXAMPLES / "long_context.py"), str(tmp_path / "book.txt"), *sizes, "--mixers", "gdn,kda,attention"]

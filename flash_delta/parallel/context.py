@@ -31,8 +31,9 @@ class ContextParallel(Part):
     * The row of a final state holds the state after the row's last token. In the row where the sequence ends, this is
       the sequence's final state.
 
-    By default each rank gets one run of tokens, in order. ``fragments`` describe other splits. Softmax attention is
-    balanced if each rank has equal parts of the beginning and of the end of a sequence, so trainers split tokens so::
+    By default each rank gets one run of tokens, in order. ``fragments`` describe other splits. Softmax attention that
+    gathers keys, since ranks do not divide its heads, is balanced if each rank has equal parts of the beginning and of
+    the end of a sequence. Trainers split tokens so::
 
         context = ContextParallel(mesh["cp"], cu_seqlens, fragments=head_tail(cu_seqlens, mesh["cp"].size()))
 

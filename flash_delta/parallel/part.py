@@ -1,4 +1,4 @@
-"""One rank's part of a row, and the two collective operations of the group."""
+"""One rank's part of a row, and what ranks of its group send each other."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

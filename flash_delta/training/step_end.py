@@ -30,7 +30,6 @@ class StepEnd(TrainerCallback):
                 group["initial_lr"] = lr_scheduler.base_lrs[i] = args.learning_rate
             lr_scheduler.last_epoch -= 1
             lr_scheduler.step()
-
         self.began = time.perf_counter()
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:

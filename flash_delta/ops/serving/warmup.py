@@ -84,7 +84,8 @@ def compile_call(op: Callable[..., Any], arguments: dict[str, Any], device: torc
     """Runs calls like this one, on padding of all lengths for which other code is compiled."""
     if op in ON_STATES:
         pool = arguments.get("state_pool")
-        place = _place(pool.device if isinstance(pool, Tensor) else torch.device("cpu"), device)  # its check names it
+        # If it is not a tensor, the op refuses it.
+        place = _place(pool.device if isinstance(pool, Tensor) else torch.device("cpu"), device)
         op(**{name: _few_states(value, place) for name, value in arguments.items()})
         return
     problem = described("warmup", op, arguments).problem
