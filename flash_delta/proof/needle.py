@@ -87,7 +87,7 @@ LONG_NEEDLES = Task(
     trained=1_000,
     sizes=LONG_SIZES,
     width=128,
-    steps=2000,
+    steps=4000,
     lr=3e-3,
     device="cuda",
 )

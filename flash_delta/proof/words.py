@@ -155,8 +155,8 @@ A5 = words_task(
     ),
     papers=(PRODUCTS,),
     width=128,
-    rows=128,
-    steps=4000,
+    rows=256,
+    steps=6000,
     lr=3e-3,
     device="cuda",
 )
