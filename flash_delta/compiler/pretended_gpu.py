@@ -8,6 +8,7 @@ import ctypes
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -82,19 +83,18 @@ def pretended_compiler(place: Path) -> Iterator[list[str]]:
     """A pretended GPU of its own, for which Triton decides as ever what has to be compiled. Yields the names of the
     kernels that would have been."""
     names: list[str] = []
-    number = next(numbers)
+    number, decided = next(numbers), JITFunction._do_compile
 
     def warm_up(kernel: JITFunction, *values: Any, grid: Any, **options: Any) -> Any:
         kernel.run(*values, grid=grid, warmup=True, **options)  # raises what a hook raises
         return compiled(kernel, *values, grid=grid, **options)
 
-    def note(kernel: JITFunction, key: str, signature: Any, device: int, *more: Any) -> str:
-        kernels, _, target, *_ = kernel.device_caches[device]
-        constants, options, attributes, is_warmup = more
-        hook, facts = knobs.runtime.jit_cache_hook, (constants, options, [attributes], is_warmup)
-        kernel._call_hook(hook, key, signature, target, device, *facts)
+    def note(kernel: JITFunction, key: str, *facts: Any, **more: Any) -> str:
+        view = copy(kernel)  # of which Triton takes its hooks, and this in place of its compiler
+        view.compile = lambda source, **options: key
+        decided(view, key, *facts, **more)  # raises what a hook raises
         names.append(kernel.__name__)
-        return kernels.setdefault(key, key)
+        return key
 
     with (
         pretended_gpu(place),
