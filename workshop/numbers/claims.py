@@ -1,0 +1,120 @@
+"""What README and guide say about measurements, and how each number follows from the results."""
+
+from collections.abc import Callable
+from statistics import geometric_mean, median
+from typing import NamedTuple
+
+from flash_delta.cli.prove import QUICK
+from workshop.bench.floor import floor
+from workshop.numbers import vllm
+from workshop.numbers.sources import H100, H200, Results, at_most, ends, two_digits
+
+README, TRAINING = "README.md", "docs/guide/training.md"
+CPU, STEP, TRAINED = "cpu/cpu.json", f"{H200}/step.json", f"{H200}/gdn-training.json"
+
+
+class Claim(NamedTuple):
+    """A part of a sentence with measured numbers."""
+
+    page: str
+    words: str  # as they stand in the page, with {} for each number
+    numbers: Callable[[Results], tuple[str, ...]]
+
+
+def mean_on_a_cpu(results: Results, kind: str) -> str:
+    group = results.group(CPU)
+    rows = {row: {r.contestant: r for r in found} for row, found in group.rows().items() if row.startswith(kind)}
+    return f"{geometric_mean(r['transformers'].over(r['flash_delta']) for r in rows.values()):.1f}"
+
+
+def decoded_on_a_cpu(results: Results) -> tuple[str]:
+    theirs, ours = (results.row(CPU, "decode 4/8 batch 1 float32", name) for name in ("transformers", "flash_delta"))
+    return (f"{theirs.over(ours):.1f}",)
+
+
+def copy_rate(results: Results) -> tuple[str, str]:
+    """The bytes of at least 64 rows that have to move, over the time and the measured rate of copies."""
+    shares = []
+    for group in (results.group(f"{H200}/{name}.json") for name in ("decode", "kda-decode")):
+        for r in group.results:
+            w = r.workload
+            if r.contestant == "flash_delta" and w.N >= 64 and w.state_dtype == "float32":
+                shares.append(1e5 * floor(w).bytes / group.ceilings.measured_bytes_per_s / r.ms.median)
+    return ends(shares, 0)
+
+
+def trained_350m(results: Results) -> tuple[str, str]:
+    """Medians of the steps from the fourth on: the first compiles. The last entry is a summary of the run."""
+    steps = [step for step in results.json(f"{H200}/train-350m.json")["log_history"] if step.get("mfu")][3:]
+    rate = median(step["tokens_per_second"] for step in steps)
+    return f"{100 * median(step['mfu'] for step in steps):.1f}", f"{round(rate, -3):,.0f}"
+
+
+def short_step(results: Results) -> tuple[str, str]:
+    step = results.row(STEP, "training 2048 wide, 16/32 1x1024, called")
+    return two_digits(step.graph_ms.median), f"{step.eager_ms.median:.1f}"
+
+
+def over_the_gpus_time(results: Results, form: str) -> tuple[str]:
+    called, other = (results.row(STEP, f"training 4 layers, 2048 wide, 16/32 1x1024, {f}") for f in ("called", form))
+    return (two_digits(other.eager_ms.median / called.graph_ms.median),)
+
+
+def without_recompute(results: Results) -> tuple[str, ...]:
+    rows = [f"training 16/32 1x{tokens}" for tokens in (8192, 32768)]
+    plain, keeping = ([results.row(TRAINED, f"{row}{more}") for row in rows] for more in ("", " disable_recompute"))
+    gains = [100 * (p.ms.median / k.ms.median - 1) for p, k in zip(plain, keeping, strict=True)]
+    return (*ends(gains, 0), f"{keeping[0].costs.saved_mb:.0f}", f"{plain[0].costs.saved_mb:.0f}")
+
+
+def kept_of_kda(results: Results) -> tuple[str, str]:
+    keeping = results.row(f"{H100}/kda-widths.json", "training 32/32 1x8192 disable_recompute")
+    plain = results.row(f"{H100}/kda-training.json", "training 32/32 1x8192")
+    return f"{keeping.costs.saved_mb:.0f}", f"{plain.costs.saved_mb:.0f}"
+
+
+def proven(results: Results) -> tuple[str, str]:
+    """Seconds of `--quick`, and minutes of all tasks."""
+    trained = results.json("cpu/prove.json")["results"]
+    quick = sum(r["seconds"] for r in trained if r["task"] in QUICK and r["seed"] == 0)
+    return f"{quick:.0f}", f"{sum(r['seconds'] for r in trained) / 60:.0f}"
+
+
+def states(results: Results) -> tuple[str, str, str]:
+    layers = results.json("cpu/states.json")["layers"]
+    over = {name: max(x["errors"][name] / x["errors"]["bfloat16"] for x in layers) for name in layers[0]["errors"]}
+    largest = max(layer["largest"] for layer in layers)
+    return at_most(largest, 1), at_most(over["float16"], 2), at_most(over["int8 at rest"], 2)
+
+
+CLAIMS = [
+    Claim(README, "float32 states at {} to {} % of the rate of a copy", copy_rate),
+    Claim(
+        README,
+        "{}x (forward) and {}x (training) as fast as transformers' PyTorch code",
+        lambda r: tuple(mean_on_a_cpu(r, kind) for kind in ("forward", "training")),
+    ),
+    Claim(README, "for one float32 row is {}x", decoded_on_a_cpu),
+    Claim(TRAINING, "reached {} % on one H200, {} tokens per second", trained_350m),
+    Claim(TRAINING, "takes {} ms of GPU time, and {} ms eager", short_step),
+    Claim(
+        TRAINING,
+        'mode="reduce-overhead")`, which takes {} of the GPU\'s',
+        lambda r: over_the_gpus_time(r, "reduce-overhead"),
+    ),
+    Claim(TRAINING, "make_graphed_callables`, which takes {}", lambda r: over_the_gpus_time(r, "graphed")),
+    Claim(TRAINING, "was {} to {} % faster with it, and saved {} MB instead of {} MB", without_recompute),
+    Claim(TRAINING, "an H100 saved {} MB instead of {} MB", kept_of_kda),
+    Claim(
+        "docs/guide/proof.md",
+        "took {} seconds on one thread of a CPU, and all tasks that suit a CPU, from three seeds, {} minutes",
+        proven,
+    ),
+    Claim(
+        "docs/guide/serving.md",
+        "exceeds {}. In each layer the error of a float16 pool is at most {} times that of a bfloat16 pool, and the "
+        "error after a rest in int8 at most {} times",
+        states,
+    ),
+    *(Claim("docs/guide/engines.md", words, numbers) for words, numbers in vllm.SENTENCES),
+]
