@@ -1,16 +1,19 @@
 """What README and guide say about measurements, and how each number follows from the results."""
 
 from collections.abc import Callable
-from statistics import geometric_mean, median
+from statistics import median
 from typing import NamedTuple
 
 from flash_delta.cli.prove import QUICK
+from workshop.bench import speed
 from workshop.bench.floor import floor
+from workshop.bench.page import of_gpus, read_groups
 from workshop.numbers import vllm
+from workshop.numbers.readme import served
 from workshop.numbers.sources import H100, H200, Results, at_most, ends, two_digits
 
 README, TRAINING = "README.md", "docs/guide/training.md"
-CPU, STEP, TRAINED = "cpu/cpu.json", f"{H200}/step.json", f"{H200}/gdn-training.json"
+STEP, TRAINED = f"{H200}/step.json", f"{H200}/gdn-training.json"
 
 
 class Claim(NamedTuple):
@@ -21,15 +24,36 @@ class Claim(NamedTuple):
     numbers: Callable[[Results], tuple[str, ...]]
 
 
-def mean_on_a_cpu(results: Results, kind: str) -> str:
-    group = results.group(CPU)
-    rows = {row: {r.contestant: r for r in found} for row, found in group.rows().items() if row.startswith(kind)}
-    return f"{geometric_mean(r['transformers'].over(r['flash_delta']) for r in rows.values()):.1f}"
+def on_a_cpu(results: Results, row: str) -> tuple[str, str]:
+    """The ends of float32 and bfloat16."""
+    pairs = [
+        [results.row("cpu/cpu.json", f"{row}{dtype}", name) for name in ("transformers", "flash_delta")]
+        for dtype in (" float32", "")
+    ]
+    return ends([theirs.over(ours) for theirs, ours in pairs])
 
 
-def decoded_on_a_cpu(results: Results) -> tuple[str]:
-    theirs, ours = (results.row(CPU, "decode 4/8 batch 1 float32", name) for name in ("transformers", "flash_delta"))
-    return (f"{theirs.over(ours):.1f}",)
+def forward_and_training_on_a_cpu(results: Results, tokens: int) -> tuple[str, ...]:
+    return *on_a_cpu(results, f"forward 4/8 1x{tokens}"), *on_a_cpu(results, f"training 4/8 1x{tokens}")
+
+
+def decoding_on_a_cpu(results: Results) -> tuple[str, ...]:
+    return *on_a_cpu(results, "decode 4/8 batch 1"), *on_a_cpu(results, "decode 4/8 batch 32")
+
+
+def peers_ahead(results: Results) -> tuple[str, ...]:
+    """How many rows, of how many: of GDN drafts, of prompts on pools, and of what the table does not have."""
+    kinds = speed.kinds(of_gpus(read_groups(results.folder)))
+    drafts, pools = ([kind for kind in kinds if kind.name == name] for name in ("GDN drafts", "GDN pools prefill"))
+    others = [kind for kind in kinds if kind.name not in speed.CHART]
+    found = ([speed_up.ratio for kind in some for speed_up in kind.fastest] for some in (drafts, pools, others))
+    counts = ((sum(ratio < 1 for ratio in ratios), len(ratios)) for ratios in found)
+    return tuple(str(count) for pair in counts for count in pair)
+
+
+def vllm_ahead(results: Results) -> tuple[str, str]:
+    ratios = [float(row[-2].rstrip("x")) for row in served(results).rows]
+    return str(sum(ratio < 1 for ratio in ratios)), str(len(ratios))
 
 
 def copy_rate(results: Results) -> tuple[str, str]:
@@ -89,12 +113,24 @@ def states(results: Results) -> tuple[str, str, str]:
 
 CLAIMS = [
     Claim(README, "float32 states at {} to {} % of the rate of a copy", copy_rate),
+    Claim(README, "vLLM's own code is ahead in {} of {} rows by tokens per second", vllm_ahead),
     Claim(
         README,
-        "{}x (forward) and {}x (training) as fast as transformers' PyTorch code",
-        lambda r: tuple(mean_on_a_cpu(r, kind) for kind in ("forward", "training")),
+        "is {}x to {}x (forward) and {}x to {}x (training) as fast as transformers' PyTorch code with 512 tokens",
+        lambda results: forward_and_training_on_a_cpu(results, 512),
     ),
-    Claim(README, "for one float32 row is {}x", decoded_on_a_cpu),
+    Claim(
+        README,
+        "and {}x to {}x and {}x to {}x with 8,192",
+        lambda results: forward_and_training_on_a_cpu(results, 8192),
+    ),
+    Claim(README, "Decoding is {}x to {}x as fast for one row, and {}x to {}x for 32", decoding_on_a_cpu),
+    Claim(README, "trains at {} % of an H200's peak arithmetic, {} tokens per second", trained_350m),
+    Claim(
+        README,
+        "in {} of {} rows of GDN drafts and {} of {} rows of prompts on pools, and in {} of {} rows of the groups",
+        peers_ahead,
+    ),
     Claim(TRAINING, "reached {} % on one H200, {} tokens per second", trained_350m),
     Claim(TRAINING, "takes {} ms of GPU time, and {} ms eager", short_step),
     Claim(

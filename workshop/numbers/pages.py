@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from workshop.numbers.claims import CLAIMS, Claim
+from workshop.numbers.claims import CLAIMS, README, Claim
 from workshop.numbers.given import GIVEN
+from workshop.numbers.readme import with_tables
 from workshop.numbers.sources import Results
 
 HOLE, NUMBER = "{}", r"(\d(?:[\d,.]*\d)?)"
@@ -26,13 +27,13 @@ NOT_PROSE = re.compile(r"```.*?```|<!-- flash-delta-dev report.*?<!-- end -->|`[
 
 def pages(root: Path) -> list[str]:
     """The pages whose numbers are computed."""
-    return ["README.md", *sorted(str(p.relative_to(root)) for p in root.glob("docs/guide/*.md")), "docs/fla.md"]
+    return [README, *sorted(str(p.relative_to(root)) for p in root.glob("docs/guide/*.md")), "docs/fla.md"]
 
 
 def write_numbers(results: Path, root: Path, claims: Iterable[Claim] = CLAIMS) -> list[Path]:
-    """Writes the numbers of all claims into the pages below ``root`` and returns the pages that changed. A claim whose
-    words do not stand in its page exactly once is an error. Pages that are not there are left out: the results may be
-    those of another machine."""
+    """Writes README's tables and the numbers of all claims into the pages below ``root``, and returns the pages that
+    changed. A claim whose words do not stand in its page exactly once is an error. Pages that are not there are left
+    out: the results may be those of another machine."""
     sources, changed = Results(results), []
     by_page: dict[Path, list[Claim]] = {}
     for claim in claims:
@@ -40,6 +41,8 @@ def write_numbers(results: Path, root: Path, claims: Iterable[Claim] = CLAIMS) -
     for path, here in by_page.items():
         if path.is_file():
             before = text = path.read_text(encoding="utf-8")
+            if path.name == README and path.parent == root:
+                text = with_tables(text, sources)
             for claim in here:
                 text = with_numbers(text, claim, claim.numbers(sources))
             if text != before:

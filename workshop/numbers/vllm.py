@@ -9,8 +9,8 @@ ROWS = ("decode 1", "decode 32", "decode 128", "prompts 1x1024", "prompts 1x8192
 FEWER_HEADS = ("8-16", "4-8")
 
 
-def median(run: dict, what: str) -> float | None:
-    return run[what]["median"] if what in run else None
+def median(run: dict, what: str) -> float:
+    return run[what]["median"]
 
 
 def users_speed_up(ours: dict, theirs: dict, row: str) -> float:
