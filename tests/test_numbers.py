@@ -8,7 +8,8 @@ import pytest
 from workshop.numbers.claims import CLAIMS, Claim
 from workshop.numbers.given import GIVEN
 from workshop.numbers.pages import pages, pattern, with_numbers, without_source, write_numbers
-from workshop.numbers.readme import TABLES
+from workshop.numbers.readme import TABLES, with_tables
+from workshop.numbers.sources import Results
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -70,3 +71,8 @@ def test_a_claim_covers_its_own_numbers_only():
         with_numbers("It is fast.", claim, ["2.0"])
     with pytest.raises(ValueError, match="zip"):
         with_numbers(text, claim, ["2.0", "3.0"])
+
+
+def test_readme_keeps_the_marks_of_its_tables():
+    with pytest.raises(ValueError, match="expected the marks of the table 'my model' once, found them 0 times"):
+        with_tables("# flash_delta\n", Results(RESULTS))

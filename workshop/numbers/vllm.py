@@ -7,6 +7,11 @@ from workshop.numbers.sources import H100, H200, Results, ends, two_digits
 
 ROWS = ("decode 1", "decode 32", "decode 128", "prompts 1x1024", "prompts 1x8192", "prompts 8x1024")
 FEWER_HEADS = ("8-16", "4-8")
+ENGINES = {  # README's: the file, and the numbers of rows
+    "16/32 heads": ("vllm", (1, 32, 128)),
+    "8/16 heads, two engines at a time": ("vllm-two-engines-8-16", (1, 32)),
+    "4/8 heads, two engines at a time": ("vllm-two-engines-4-8", (1, 32)),
+}
 
 
 def median(run: dict, what: str) -> float:
@@ -25,7 +30,9 @@ def gpus_speed_up(ours: dict, theirs: dict, row: str) -> float:
     return median(theirs, f"{row}: GPU ms") / median(ours, f"{row}: GPU ms")
 
 
-def pair(results: Results, file: str, graphs: bool = True, kernels: str = "triton", drafts: str | None = None):
+def pair(
+    results: Results, file: str, graphs: bool = True, kernels: str = "triton", drafts: str | None = None
+) -> tuple[dict, dict]:
     """The engine with the plugin, and vLLM with its own kernels or FlashInfer's."""
     runs = [r for r in results.json(file)["runs"] if r["graphs"] == graphs and r.get("drafts") == drafts]
     (ours,) = (r for r in runs if r["plugin"])
@@ -74,6 +81,21 @@ def single_rows(results: Results) -> tuple[str, ...]:
     found = [users_speed_up(*two, "decode 1") for two in of_fewer_heads(results)]
     slower = [speed_up for speed_up in found if speed_up < 1]
     return (*ends(slower), str(len(slower)), str(len(found)))
+
+
+def decoding(results: Results) -> Iterator[tuple[str, str, dict, dict]]:
+    """README's rows: a name, what the file calls it, and the two engines."""
+    for name, (file, batches) in ENGINES.items():
+        for batch in batches:
+            yield f"{name}, batch {batch}", f"decode {batch}", *pair(results, f"{H200}/{file}.json")
+
+
+def ahead(results: Results) -> tuple[str, ...]:
+    """In how many of README's rows vLLM's own code is ahead, and in how many the repeats of both overlap."""
+    rows = [(ours[f"{row}: tokens/s"], theirs[f"{row}: tokens/s"]) for _, row, ours, theirs in decoding(results)]
+    slower = sum(ours["median"] < theirs["median"] for ours, theirs in rows)
+    overlap = sum(ours["low"] <= theirs["high"] and theirs["low"] <= ours["high"] for ours, theirs in rows)
+    return str(slower), str(len(rows)), str(overlap)
 
 
 def two_engines(results: Results) -> list[float]:
