@@ -33,7 +33,7 @@ from workshop.bench.contestants.flash_delta import prefill
 from workshop.bench.entry import Costs, Entry, Lengths, Samples, drawn
 from workshop.bench.floor import Ceilings, floor
 from workshop.bench.page import write_benchmarks
-from workshop.bench.speed import SpeedUp, chart, fullest, speed_ups, summary
+from workshop.bench.speed import CHART, SpeedUp, chart, fullest, kinds, on_the_chart, summary
 from workshop.bench.tables import bandwidth, choices, eager, number, of, refusals, remarks, times
 from workshop.bench.timing import Spread
 from workshop.bench.workloads import GROUPS, WORKLOADS, documents
@@ -417,27 +417,27 @@ def test_the_committed_pages_and_drawings_are_those_of_the_committed_results(tmp
         "workshop.bench.page.picture", lambda title, reading, draw: Picture(title, reading, str(draw()), "")
     )
     root = Path(__file__).parent.parent
-    readme = (root / "README.md").read_text()
-    (tmp_path / "README.md").write_text(re.sub(r"\| GDN training.*\n", "| old |\n", readme))
     written = write_benchmarks(root / "benchmarks" / "results", tmp_path / "docs")
     assert {path.name for path in written} == {"benchmarks.md", "benchmarks.html", "speed-light.svg", "speed-dark.svg"}
-    assert (tmp_path / "README.md").read_text() == readme, "run flash-delta-dev report"
     for path in written:
         committed = (root / "docs" / path.name).read_text()
         assert without_pictures(path.read_text()) == without_pictures(committed), "run flash-delta-dev report"
 
 
 def test_the_chart_shows_every_shape_and_who_is_ahead(group):
-    """fla takes twice our time, then half of it in another run, then ten times."""
+    """fla takes twice our time, then half of it in another run, then ten times. FlashQLA takes more in the last one."""
     first, second = list(rows("gdn-prefill").values())[2:4]
     for workload, ms, run in ((first, 0.5, "2026-01-02T03:04:05Z"), (second, 10.0, "2026-01-03T03:04:05Z")):
         spread = Spread(ms, ms, ms)
         group.results.append(Result(workload, "flash_delta", graph_ms=Spread(1.0, 1.0, 1.0), run=run))
         group.results.append(Result(workload, "fla", graph_ms=spread, run="2026-01-03T03:04:05Z"))
+    group.results.append(Result(second, "flash_qla", graph_ms=Spread(11.0, 11.0, 11.0), run="2026-01-03T03:04:05Z"))
     for result in group.results[:8]:
         result.run = "2026-01-02T03:04:05Z"
-    found = {"fla": [SpeedUp(2.0, False), SpeedUp(2.0, False), SpeedUp(0.5, True), SpeedUp(10.0, False)]}
-    assert speed_ups(group) == {"forward": found}
+    (kind,) = kinds([group])
+    assert kind.fastest == [SpeedUp(2.0, False), SpeedUp(2.0, False), SpeedUp(0.5, True), SpeedUp(10.0, False)]
+    assert kind.beside == ["fla", "flash_qla"]
+    assert kind.ahead == {"fla": 1}
     for scheme in ("light", "dark"):
         drawing = chart([group], scheme)
         ElementTree.fromstring(drawing)
@@ -446,17 +446,22 @@ def test_the_chart_shows_every_shape_and_who_is_ahead(group):
         assert len(re.findall(r'<circle class="behind apart"', drawing)) == 1
         assert len(re.findall(r'<path class="ahead"', drawing)) == 1
         assert re.search(r'class="end ahead".*>2\.11x<', drawing)
+        assert ">fla, flash_qla</text>" in drawing
         assert not re.search(r"<script|href|url\(", drawing)
 
 
-def test_the_committed_chart_has_every_peer_of_every_group_and_hides_none_that_is_ahead():
+def test_the_committed_chart_has_ten_lines_with_their_peers_and_hides_no_row_that_is_behind():
     root = Path(__file__).parent.parent
     drawing = (root / "docs" / "speed-light.svg").read_text()
     paths = (root / "benchmarks/results").glob("nvidia-*/*.json")
     groups = fullest(Group.read(path) for path in paths if path.stem in GROUPS)
-    lines = [found for group in groups for peers in speed_ups(group).values() for found in peers.values()]
-    shapes = [speed_up for found in lines for speed_up in found]
-    assert len(re.findall(r'<text class="end" ', drawing)) == len(lines)
+    shown = on_the_chart(groups)
+    assert {kind.name for kind in shown} == set(CHART)
+    assert len(shown) == 10
+    assert len(kinds(groups)) > 10
+    named = re.findall(r'<text class="group".*>(.*)</text>\n<text class="quiet" .*>(.*)</text>', drawing)
+    assert dict(named) == {kind.name: ", ".join(kind.beside) for kind in shown}
+    shapes = [speed_up for kind in shown for speed_up in kind.fastest]
     assert len(re.findall(r"<(?:circle|path) ", drawing)) == len(shapes)
     behind = sum(speed_up.ratio < 1 for speed_up in shapes)
     assert behind
@@ -479,17 +484,18 @@ def test_of_a_group_on_two_gpus_the_fullest_run_counts():
     assert fullest([old, new, other]) == fullest([new, old, other]) == [new, other]
     part = replace(new, results=new.results[:1])
     assert fullest([old, part, other]) == fullest([part, old, other]) == [old, other]
-    assert list(summary([new, other])) == [
+    assert summary(kinds([new, other])).rows == [
         ["KDA forward", "H100, 1.0", "fla", "4.00x", "none"],
         ["GDN decode", "H200, 1.0", "fla", "2.00x", "none"],
     ]
     new.versions["flash_delta"] = "0.9 and 1.0"
     drawing = chart([other, new], "light")
-    assert "GDN decode, H200: fla 2.00x; KDA forward, H100: fla 4.00x" in drawing
+    assert "GDN decode 2.00x beside fla; KDA forward 4.00x beside fla" in drawing
+    assert ">KDA forward, H100<" in drawing
     assert "flash_delta\N{NO-BREAK SPACE}0.9 and 1.0" in drawing
 
 
-def test_the_readmes_table_names_the_peers_that_ran_and_leaves_out_code_without_kernels():
+def test_the_summary_names_the_peers_that_ran_and_leaves_out_code_without_kernels():
     """The best peers of two rows are 2.0 and 8.0 times as slow. One of them is of another run."""
 
     def timed(row, **times):
@@ -503,11 +509,11 @@ def test_the_readmes_table_names_the_peers_that_ran_and_leaves_out_code_without_
     versions = dict.fromkeys(("flash_delta", "fla", "flash_qla", "transformers"), "1.0")
     group = Group("gdn-training", {"gpu": "NVIDIA H200"}, versions, H200, results)
     line = ["GDN training", "H200, 1.0", "fla, transformers, flash_qla", "4.00x (2.00x to 8.00x) ‡", "none"]
-    assert list(summary([group])) == [line]
+    assert summary(kinds([group])).rows == [line]
     group.results = [r for r in results if r.contestant in ("flash_delta", "transformers")]
-    assert not list(summary([group]))
+    assert not kinds([group])
     group.machine = {"cpu": "x86", "threads": "2"}
-    assert [line[2] for line in summary([group])] == ["transformers"]
+    assert [line[2] for line in summary(kinds([group])).rows] == ["transformers"]
 
 
 def test_no_results_is_an_error(tmp_path):
@@ -617,7 +623,7 @@ def test_the_chosen_backend_is_compared_with_those_by_name():
     pools = Group("gdn-pools", {"gpu": "NVIDIA H200"}, dict.fromkeys(times_ms, "1.0"), H200, results)
     assert choices(pools).rows == [["prefill 4/8 1x32768", "hopper", "3.00x"]]
     assert times(pools).rows[0][-1] == "0.50x"
-    assert speed_ups(pools) == {"prefill": {"flashinfer": [SpeedUp(0.5, False)]}}
+    assert [(kind.beside, kind.fastest) for kind in kinds([pools])] == [(["flashinfer"], [SpeedUp(0.5, False)])]
     assert "hopper" not in chart([pools], "light")
     pools.results = results[:2]
     assert choices(pools).rows == []

@@ -14,7 +14,7 @@ from workshop.bench import Group, Result, runner, taking_part
 from workshop.bench.contestants import load
 from workshop.bench.entry import Costs, Entry, Samples
 from workshop.bench.floor import floor
-from workshop.bench.speed import speed_ups
+from workshop.bench.speed import compared
 from workshop.bench.steps import further, host, memory, times
 from workshop.bench.tables import accuracy, of, remarks
 from workshop.bench.timing import Spread
@@ -264,5 +264,5 @@ def test_tables_of_steps():
     assert line == [row, "flash_delta", "0.500", "2.000", "1,000"]
     assert len(of(group)) == 6
     assert not any("†" in remark for remark in remarks(group)), "a compiled step needs no graph"
-    assert speed_ups(group).keys() == {"training"}
-    assert speed_ups(group)["training"].keys() == {"fla"}, "this library is no peer of its own"
+    assert {kind for kind, _ in compared(group)} == {"training"}
+    assert {peer for _, peers in compared(group) for peer in peers} == {"fla"}, "this library is no peer of its own"

@@ -25,7 +25,7 @@ def test_readme_example(example):
 
 
 def test_readme_has_examples():
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 4
 
 
 def test_mathematics():

@@ -8,6 +8,11 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
+def in_markdown(table: Table) -> list[str]:
+    head, *rows = (f"| {' | '.join(cells)} |" for cells in (table.head, *table.rows))
+    return [head, "|---" * len(table.head) + "|", *rows]
+
+
 def number(value: float | None) -> str:
     """The value with at least three digits."""
     if value is None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flash_delta.page import Picture, picture, render, svg_url
 from workshop.bench import figures, speed, tables
+from workshop.bench.cells import in_markdown
 from workshop.bench.results import Group
 from workshop.bench.workloads import GROUPS
 
@@ -98,6 +99,14 @@ TITLES = {
 }
 
 
+SUMMARY = """\
+Each row of a group is compared with the fastest peer that ran it. The tables have the geometric means of these ratios,
+and their ranges. ‡ says that some times come from different runs. If a group was measured on two GPUs, the tables have
+the run with more results. Groups of GPUs that ran beside transformers' own PyTorch code alone are left out. In GDN
+drafts fla keeps no state to go back to: after a rejected draft it has to run the accepted tokens again, which is not in
+its time."""
+
+
 class Section(NamedTuple):
     """One group on one machine."""
 
@@ -119,6 +128,9 @@ class _Chart(NamedTuple):
     def svg(self, scheme: str) -> str:
         return speed.chart(self.groups, scheme)
 
+    def table(self) -> tables.Table:
+        return speed.summary(speed.kinds(self.groups))
+
     def picture(self) -> Picture:
         light, dark = (svg_url(self.svg(scheme)) for scheme in ("light", "dark"))
         return Picture(f"Speed, {speed.device(self.groups)}", speed.in_words(self.groups), light, dark)
@@ -134,27 +146,31 @@ class _Chart(NamedTuple):
 
 def read_groups(results: Path) -> list[tuple[str, Group]]:
     """The committed groups with the names of their folders, GPUs before CPUs."""
+    if not results.is_dir():
+        raise FileNotFoundError(f"results: expected a folder that `flash-delta-dev bench` wrote, got {results}")
     folders = sorted((f for f in results.iterdir() if f.is_dir()), key=lambda f: (f.name == "cpu", f.name))
     found = [(f.name, f / f"{name}.json") for f in folders for name in GROUPS]
     return [(folder, Group.read(path)) for folder, path in found if path.exists()]
 
 
+def of_gpus(groups: list[tuple[str, Group]]) -> list[Group]:
+    """The groups of GPUs, each once."""
+    found = speed.fullest(group for folder, group in groups if folder != "cpu")
+    return sorted(found, key=lambda group: GROUPS.index(group.group))
+
+
 def write_benchmarks(results: Path, docs: Path) -> list[Path]:
-    """Writes ``benchmarks.md``, ``benchmarks.html`` and the charts of speed into ``docs``, and the summary into the
-    README beside that folder. Charts and summary are about GPUs, or about the CPU if there are no results of a GPU."""
-    if not results.is_dir():
-        raise FileNotFoundError(f"results: expected a folder that `flash-delta-dev bench` wrote, got {results}")
+    """Writes ``benchmarks.md``, ``benchmarks.html`` and the charts of speed into ``docs``. The charts are about GPUs,
+    or about the CPU if there are no results of a GPU."""
     groups = read_groups(results)
-    on_gpus = speed.fullest(group for folder, group in groups if folder != "cpu")
-    on_gpus.sort(key=lambda group: GROUPS.index(group.group))
     on_cpu = [group for folder, group in groups if folder == "cpu"]
-    charts = [_Chart(drawn) for drawn in (on_gpus, on_cpu) if drawn]
+    charts = [_Chart(drawn) for drawn in (of_gpus(groups), on_cpu) if drawn]
     html = render(
         "benchmarks.html.j2",
         Path(__file__).parent,
         title="flash_delta beside its peers",
-        how=HOW,
-        charts=[chart.picture() for chart in charts],
+        how=f"{SUMMARY}\n\n{HOW}",
+        charts=[(chart.picture(), chart.table()) for chart in charts],
         sections=[_section(folder, group) for folder, group in groups],
     )
     written = {
@@ -165,30 +181,20 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
     docs.mkdir(parents=True, exist_ok=True)
     for name, text in written.items():
         (docs / name).write_text(text, encoding="utf-8")
-    readme = docs.parent / "README.md"
-    if charts and readme.is_file():
-        readme.write_text(with_summary(readme.read_text(encoding="utf-8"), charts[0].groups), encoding="utf-8")
     return [docs / name for name in written]
-
-
-def with_summary(readme: str, groups: list[Group]) -> str:
-    """The README with a new table between its two marks. Without marks it does not change."""
-    head = ["", "on, version", "beside", "against the fastest of them", "rows where one is ahead"]
-    lines = [_row(head), "|---" * len(head) + "|", *map(_row, speed.summary(groups))]
-    return re.sub(
-        r"(?<=<!-- flash-delta-dev report -->\n).*?(?=<!-- end -->)", "\n".join([*lines, ""]), readme, flags=re.DOTALL
-    )
 
 
 def _markdown(groups: list[tuple[str, Group]], charts: list[_Chart]) -> str:
     lines = ["# Benchmarks", "", GENERATED, ""]
     lines += [*charts[0].markdown(), ""] if charts else []
-    lines += [HOW, ""]
+    for chart in charts:
+        lines += [*in_markdown(chart.table()), ""]
+    lines += [SUMMARY, "", HOW, ""]
     for folder, group in groups:
         lines += [f"## {TITLES[group.group]}", "", _machine(group), ""]
         lines += ["```", _command(folder, group), "```", ""]
         for table in tables.of(group):
-            lines += [_row(table.head), "|---" * len(table.head) + "|", *map(_row, table.rows), ""]
+            lines += [*in_markdown(table), ""]
         remarks = [f"* {_literal(remark)}" for remark in tables.remarks(group)]
         lines += [*remarks, ""] if remarks else []
     return "\n".join(lines).rstrip() + "\n"
@@ -196,10 +202,6 @@ def _markdown(groups: list[tuple[str, Group]], charts: list[_Chart]) -> str:
 
 def _command(folder: str, group: Group) -> str:
     return f"flash-delta-dev bench {group.group}{' --device cpu' if folder == 'cpu' else ''}"
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _literal(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The chart of speed beside each peer, with which the README and the page of benchmarks begin."""
+"""The chart and the tables of speed beside peers, of README and of the page of benchmarks."""
 
 import math
 from collections import Counter
@@ -9,17 +9,21 @@ from textwrap import wrap
 from typing import NamedTuple
 
 from flash_delta.page import render
+from workshop.bench.cells import Table
 from workshop.bench.contestants import AGAIN, OURS, PLAIN
 from workshop.bench.results import Group
 from workshop.bench.tables import APART, apart
 
 OWN_CODE = "transformers"  # the peer that has no kernels
-TITLE = f"Speed of {OURS} against each peer"
+TITLE = f"Speed of {OURS} against the fastest peer"
 READING = (
-    "Each circle is one shape that both run. It is hollow if the two times come from different runs. "
-    "A bar is the geometric mean, which stands on the right. A triangle lies beyond the axis. "
-    f"{OWN_CODE} is its own PyTorch code."
+    "Each circle is one shape, beside the fastest of the peers under the name. It is hollow if the two times come from "
+    "different runs. A bar is the geometric mean, which stands on the right. A triangle lies beyond the axis."
 )
+CHART = (
+    "GDN prefill", "GDN training", "GDN pools prefill", "GDN decode", "GDN drafts", "KDA forward", "KDA training",
+    "KDA decode", "GDN-2 training", "DeltaProduct training",
+)  # fmt: skip  # of more kinds of rows, the chart shows these
 NAMES = {
     "gdn-prefill": "GDN prefill",
     "gdn-long": "GDN long",
@@ -57,8 +61,8 @@ NAMES = {
 }  # names of groups; if a group has several kinds of rows, the kind follows
 
 # The drawing is 480 units wide. On a phone it is 360 pixels wide, and letters of size 13 are still readable.
-LEFT, RIGHT = 212.0, 420.0  # of the axis
-TOP, LINE, GAP = 150.0, 20.0, 9.0  # the middle of the first line, the height of each, and the space between groups
+LEFT, RIGHT = 246.0, 420.0  # of the axis
+TOP, LINE = 160.0, 38.0  # the middle of the first line, and the height of each
 LETTERS = 68  # in a line of text
 TICKS = (0.5, 1.0, 2.0, 4.0, 8.0)
 SCHEMES = {
@@ -84,16 +88,28 @@ class Point(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One peer on the chart."""
+    """One kind of rows on the chart."""
 
-    peer: str
+    name: str
+    beside: str
     y: float
     points: list[Point]
     mean: Point
     label: str
 
 
-Peers = dict[str, list[SpeedUp]]
+class Kind(NamedTuple):
+    """The rows of one kind of a group, each compared with the fastest peer that ran it."""
+
+    name: str
+    group: Group
+    beside: list[str]  # the peers that ran at least one row
+    fastest: list[SpeedUp]  # one for each row
+    ahead: Counter[str]  # peers that are faster than this library, and in how many rows
+
+    @property
+    def mean(self) -> SpeedUp:
+        return SpeedUp(geometric_mean(s.ratio for s in self.fastest), any(s.apart for s in self.fastest))
 
 
 def fullest(groups: Iterable[Group]) -> list[Group]:
@@ -120,80 +136,61 @@ def compared(group: Group) -> Iterator[tuple[str, dict[str, SpeedUp]]]:
             yield ours.workload.kind, peers
 
 
-def speed_ups(group: Group) -> dict[str, Peers]:
-    """The speed-ups by kind of row and by peer."""
-    found: dict[str, Peers] = {}
-    for kind, peers in compared(group):
-        for peer, speed_up in peers.items():
-            found.setdefault(kind, {}).setdefault(peer, []).append(speed_up)
+def kinds(groups: Sequence[Group]) -> list[Kind]:
+    """All kinds of rows that have a name here. On a GPU this leaves out those that only transformers' own PyTorch code
+    ran."""
+    found = []
+    for group in groups:
+        rows = list(compared(group)) if group.group in NAMES else []
+        names = dict.fromkeys(kind for kind, _ in rows)
+        for this in names:
+            peers = [peers for kind, peers in rows if kind == this]
+            beside = list(dict.fromkeys(peer for row in peers for peer in row))
+            if beside != [OWN_CODE] or not group.machine.get("gpu"):
+                name = NAMES[group.group] + (f" {this}" if len(names) > 1 else "")
+                ahead = Counter(peer for row in peers for peer, speed_up in row.items() if speed_up.ratio < 1)
+                found.append(Kind(name, group, beside, [min(row.values()) for row in peers], ahead))
     return found
 
 
-def mean(found: list[SpeedUp]) -> SpeedUp:
-    return SpeedUp(geometric_mean(s.ratio for s in found), any(s.apart for s in found))
+def on_the_chart(groups: Sequence[Group]) -> list[Kind]:
+    found = kinds(groups)
+    return found if len(found) <= len(CHART) else [kind for kind in found if kind.name in CHART]
 
 
-def named_speed_ups(groups: Sequence[Group]) -> dict[str, Peers]:
-    """The speed-ups by the chart's names for groups and kinds."""
-    return {name: speed_ups(group)[kind] for group, kind, name in _named(groups)}
+def summary(found: Iterable[Kind]) -> Table:
+    """A line for every kind: its mean, its range, and the peers that are ahead."""
+    head = ["", "on, version", "beside", "against the fastest of them", "rows where one is ahead"]
+    return Table(head, [_cells(kind) for kind in found])
 
 
-def _named(groups: Sequence[Group]) -> Iterator[tuple[Group, str, str]]:
-    """Yields every kind of rows that the chart shows, with its name."""
-    several = len({device([group]) for group in groups}) > 1
-    for group in _drawn(groups):
-        kinds = speed_ups(group)
-        for kind in kinds:
-            name = NAMES[group.group] + (f" {kind}" if len(kinds) > 1 else "")
-            yield group, kind, f"{name}, {short(group)}" if several else name
-
-
-def summary(groups: Sequence[Group]) -> Iterator[list[str]]:
-    """README's table: a line for every kind of every group, against the best peer of each row. On a GPU it leaves out
-    kinds that only transformers' own PyTorch code ran."""
-    for group, kind, name in _named(groups):
-        name = name.removesuffix(f", {short(group)}")
-        rows = [peers for this, peers in compared(group) if this == kind]
-        beside = list(dict.fromkeys(peer for peers in rows for peer in peers))
-        if beside == [OWN_CODE] and group.machine.get("gpu"):
-            continue
-        best = [min(peers.values()) for peers in rows]
-        low, high, middle = min(best).ratio, max(best).ratio, mean(best)
-        spread = f" ({_times(low)} to {_times(high)})" if len(best) > 1 else ""
-        ahead = Counter(peer for peers in rows for peer, speed_up in peers.items() if speed_up.ratio < 1)
-        slower = [f"{peer} in {count} of {len(rows)}" for peer, count in ahead.items()]
-        yield [
-            name, f"{short(group)}, {group.versions[OURS]}", ", ".join(beside),
-            f"{_times(middle.ratio)}{spread}{f' {APART}' * middle.apart}", ", ".join(slower) or "none",
-        ]  # fmt: skip
+def _cells(kind: Kind) -> list[str]:
+    low, high = min(kind.fastest).ratio, max(kind.fastest).ratio
+    spread = f" ({_times(low)} to {_times(high)})" if len(kind.fastest) > 1 else ""
+    slower = [f"{peer} in {count} of {len(kind.fastest)}" for peer, count in kind.ahead.items()]
+    return [
+        kind.name, f"{short(kind.group)}, {kind.group.versions[OURS]}", ", ".join(kind.beside),
+        f"{_times(kind.mean.ratio)}{spread}{f' {APART}' * kind.mean.apart}", ", ".join(slower) or "none",
+    ]  # fmt: skip
 
 
 def in_words(groups: Sequence[Group]) -> str:
     """The chart in words, for readers who cannot see it."""
-    said = [
-        f"{name}: " + ", ".join(f"{peer} {_times(mean(found).ratio)}" for peer, found in peers.items())
-        for name, peers in named_speed_ups(groups).items()
-    ]
-    return "; ".join(said)
-
-
-def _drawn(groups: Sequence[Group]) -> list[Group]:
-    """The groups that the chart has a name for."""
-    return [group for group in groups if group.group in NAMES]
+    return "; ".join(
+        f"{kind.name} {_times(kind.mean.ratio)} beside {', '.join(kind.beside)}" for kind in on_the_chart(groups)
+    )
 
 
 def chart(groups: Sequence[Group], scheme: str) -> str:
-    """The groups that have names here, as an SVG drawing, for a light or a dark page."""
-    groups, y, blocks = _drawn(groups), TOP, []
-    for name, peers in named_speed_ups(groups).items():
-        lines = [_line(peer, found, y + LINE * i) for i, (peer, found) in enumerate(peers.items())]
-        blocks.append((name, lines))
-        y += LINE * len(peers) + GAP
+    """An SVG drawing for a light or a dark page, with a line for each kind of rows, ten at most."""
+    found = on_the_chart(groups)
+    groups = list({kind.group.group: kind.group for kind in found}.values())
+    several = len({short(group) for group in groups}) > 1
+    lines = [_line(kind, TOP + LINE * i, several) for i, kind in enumerate(found)]
     versions: dict[str, set[str]] = {}
-    for group in groups:
-        for name, version in group.versions.items():
-            versions.setdefault(name, set()).update(version.split(" and "))  # rows of one group may be of two versions
-    versions = {name: found for name, found in versions.items() if name not in AGAIN}
+    for kind in found:
+        for name in (OURS, *kind.beside):  # rows of one group may be of two versions
+            versions.setdefault(name, set()).update(kind.group.versions[name].split(" and "))
     named = [f"{name}\N{NO-BREAK SPACE}{' and '.join(sorted(found))}" for name, found in versions.items()]
     about = f"{device(groups)}, measured {dates(groups)}. {READING}"
     return render(
@@ -204,9 +201,9 @@ def chart(groups: Sequence[Group], scheme: str) -> str:
         about=wrap(about, LETTERS),
         one=_point(SpeedUp(1.0, False)).x,
         ticks=[(_point(SpeedUp(tick, False)).x, f"{tick:g}x") for tick in TICKS],
-        blocks=blocks,
+        lines=lines,
         top=TOP,
-        bottom=y - GAP,
+        bottom=TOP + LINE * len(lines) - LINE / 2,
         notes=wrap(", ".join(named), LETTERS),
         **SCHEMES[scheme],
     )
@@ -230,9 +227,10 @@ def dates(groups: Sequence[Group]) -> str:
     return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "on an unknown day"
 
 
-def _line(peer: str, found: list[SpeedUp], y: float) -> Line:
-    middle = mean(found)
-    return Line(peer, y, [_point(speed_up) for speed_up in found], _point(middle), _times(middle.ratio))
+def _line(kind: Kind, y: float, several: bool) -> Line:
+    name = f"{kind.name}, {short(kind.group)}" if several else kind.name
+    points = [_point(speed_up) for speed_up in kind.fastest]
+    return Line(name, ", ".join(kind.beside), y, points, _point(kind.mean), _times(kind.mean.ratio))
 
 
 def _point(speed_up: SpeedUp) -> Point:

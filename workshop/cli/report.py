@@ -1,4 +1,4 @@
-"""`flash-delta-dev report`: the pages and drawings about the benchmarks."""
+"""`flash-delta-dev report`: the pages and drawings about the benchmarks, and the numbers in README and guide."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +13,12 @@ def report(
     out: Annotated[Path, typer.Option(help="The benchmarks' folder.", **PATH)] = Path("docs"),
     results: Annotated[Path, typer.Option(help="What `flash-delta-dev bench` wrote.", **PATH)] = RESULTS,
 ) -> None:
-    """Write benchmarks.md, benchmarks.html, and the chart of speed as speed-light.svg and speed-dark.svg."""
+    """Write benchmarks.md, benchmarks.html, the chart of speed as speed-light.svg and speed-dark.svg, and the measured
+    numbers in README and guide beside that folder."""
     from workshop.bench.page import write_benchmarks
+    from workshop.numbers.pages import write_numbers
 
     with reading("results", results, "flash-delta-dev bench"):
-        written = write_benchmarks(results, out)
+        written = write_benchmarks(results, out) + write_numbers(results, out.parent)
     for path in written:
         typer.echo(f"wrote {path}")
