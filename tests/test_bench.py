@@ -27,12 +27,13 @@ from flash_delta.testing import (
     output_gradient,
 )
 from flash_delta.testing.large import run_workload
-from workshop.bench import Group, Result, changes, runner, select, taking_part
+from workshop.bench import Group, Result, changed, changes, digests, runner, select, taking_part
 from workshop.bench.contestants import load
 from workshop.bench.contestants.flash_delta import prefill
 from workshop.bench.entry import Costs, Entry, Lengths, Samples, drawn
 from workshop.bench.floor import Ceilings, floor
-from workshop.bench.page import write_benchmarks
+from workshop.bench.page import _machine, write_benchmarks
+from workshop.bench.results import is_used
 from workshop.bench.speed import CHART, SpeedUp, chart, fullest, kinds, on_the_chart, summary
 from workshop.bench.tables import bandwidth, choices, eager, number, of, refusals, remarks, times
 from workshop.bench.timing import Spread
@@ -547,11 +548,43 @@ def test_the_command_measures_resumes_and_compares(tmp_path):
     ran = bench(*rows, "--results", tmp_path, "--compare", tmp_path / "old" / "cpu.json")
     assert ran.exit_code == 1
     assert "slower: flash_delta, decode 4/8 batch 1 float32: 0.000 ms -> " in ran.output
-    machine = old.machine | {"torch": "another"}
-    Group(old.group, machine, old.versions, None, old.results).write(file)
-    ran = bench(*rows, "--results", tmp_path, "--resume")
-    assert ran.exit_code == 2
-    assert "resume: expected the machine of the results" in ran.output
+    for what, changed_there in (("machine", {"torch": "another"}), ("kernels", {"triton": "another"})):
+        old = Group.read(tmp_path / "kept" / "cpu" / "cpu.json")
+        getattr(old, what).update(changed_there)
+        old.write(file)
+        ran = bench(*rows, "--results", tmp_path, "--resume")
+        assert ran.exit_code == 2
+        assert f"resume: expected the {what} of the results" in ran.output
+
+
+def test_kernels_that_have_changed_since_are_named(group, tmp_path):
+    assert _machine(group).endswith("Of two runs.")
+    assert changed(group) == [], "nothing is known of them"
+    group.kernels = digests()
+    assert changed(group) == []
+    assert {"device", "hopper/scalar/forward", "triton/serving"} <= group.kernels.keys()
+    group.kernels |= {"hopper/gone": "", **dict.fromkeys(("hopper/scalar/forward", "hopper/channel", "runtime"), "")}
+    group.write(tmp_path / "gdn-prefill.json")
+    read = Group.read(tmp_path / "gdn-prefill.json")
+    assert changed(read) == ["hopper/gone", "hopper/scalar/forward"], "what the forward pass of this rule launches"
+    assert "Since then hopper/gone, hopper/scalar/forward have changed. Of two runs." in _machine(read)
+
+
+@pytest.mark.parametrize(
+    ("group", "row", "kernels"),
+    [
+        ("gdn-training", 0, {"device", "triton", "triton/forward", "triton/backward", "hopper", "hopper/scalar"}),
+        ("kda-forward", 0, {"device", "triton", "triton/forward", "hopper", "hopper/channel"}),
+        ("gdn-pools", 0, {"device", "triton", "triton/forward", "triton/serving", "hopper", "hopper/scalar"}),
+        ("decode", 0, {"device", "triton", "triton/serving"}),
+        ("prompts", 0, {"device", "triton", "triton/forward", "triton/serving", "triton/elementwise", "hopper",
+                        "hopper/scalar"}),
+    ],
+)  # fmt: skip
+def test_what_a_row_may_launch(group, row, kernels):
+    workload = list(rows(group).values())[row]
+    found = {name for name in digests() if is_used(name, workload)}
+    assert {name for name in found if name.count("/") < 2} - {"hopper/device", "hopper/plans"} == kernels
 
 
 def test_the_command_refuses():

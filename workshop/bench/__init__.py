@@ -3,7 +3,7 @@
 from workshop.bench.contestants import taking_part, versions
 from workshop.bench.floor import ceilings
 from workshop.bench.peer import Peer
-from workshop.bench.results import Change, Group, Result, changes, folder
+from workshop.bench.results import Change, Group, Result, changed, changes, digests, folder
 from workshop.bench.runner import run_group
 from workshop.bench.selection import select
 
@@ -13,7 +13,9 @@ __all__ = [
     "Peer",
     "Result",
     "ceilings",
+    "changed",
     "changes",
+    "digests",
     "folder",
     "run_group",
     "select",

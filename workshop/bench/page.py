@@ -8,7 +8,7 @@ from typing import NamedTuple
 from flash_delta.page import Picture, picture, render, svg_url
 from workshop.bench import figures, speed, tables
 from workshop.bench.cells import in_markdown
-from workshop.bench.results import Group
+from workshop.bench.results import Group, changed
 from workshop.bench.workloads import GROUPS
 
 GENERATED = (
@@ -55,8 +55,8 @@ row take turns; a time of another run is marked.
 * **KDA gates** rows say what is special about their gates. With `dt_bias = 0` the mean log decay of a token is
   -2.5, so that every channel soon forgets. `unbounded` gates are `-exp(A_log) * softplus(g + dt_bias)`. `log decays`
   are given in float32, without a promise that they are bounded.
-* **Dates** are those of the runs. Runs before 23 November 2026 kept no date; theirs is the day on which the results
-  were committed."""
+* **Dates** are those of the runs, or of the commit of results from before 23 November 2026. Folders of
+  `flash_delta/kernels` that have changed since are named; older groups have no record of them."""
 
 TITLES = {
     "gdn-prefill": "Gated DeltaNet, forward with states in and out",
@@ -211,12 +211,12 @@ def _literal(text: str) -> str:
 
 def _machine(group: Group) -> str:
     facts = [f"{name} {value}" if name not in ("gpu", "cpu") else value for name, value in group.machine.items()]
-    if group.ceilings is not None:
-        c = group.ceilings
+    if (c := group.ceilings) is not None:
         facts.append(
             f"copy {c.measured_bytes_per_s / 1e12:.2f} TB/s, bfloat16 {c.measured_flops_per_s / 1e12:.0f} TFLOP/s"
         )
-    return f"{', '.join(facts)}. Measured {speed.dates([group])}. {group.remark}".rstrip()
+    stale = f" Since then {', '.join(since)} have changed." if (since := changed(group)) else ""
+    return f"{', '.join(facts)}. Measured {speed.dates([group])}.{stale} {group.remark}".rstrip()
 
 
 def _section(folder: str, group: Group) -> Section:

@@ -1,18 +1,22 @@
-"""The results of a run: one JSON file per GPU and group of workloads, and the comparison with an older file."""
+"""The results of a run: one JSON file per GPU and group of workloads, the comparison with an older file, and what has
+changed since."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 
+import flash_delta
 from flash_delta.testing import Workload
 from workshop.bench.entry import Costs, Lengths
 from workshop.bench.floor import Ceilings
 from workshop.bench.timing import Spread
 
 NOTABLE = 0.05  # a change of a median beyond this is marked
+KERNELS = Path(flash_delta.__file__).parent / "kernels"
 
 
 @dataclass
@@ -61,6 +65,7 @@ class Group:
     ceilings: Ceilings | None
     results: list[Result] = field(default_factory=list)
     remark: str = ""  # for readers: if results come from several runs, from which
+    kernels: dict[str, str] = field(default_factory=dict)  # digests of their sources, by folder; {}: not noted
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +74,7 @@ class Group:
     @classmethod
     def read(cls, path: Path) -> "Group":
         data = json.loads(path.read_text())
-        if not isinstance(data, dict) or data.keys() != {f.name for f in fields(cls)}:
+        if not isinstance(data, dict) or data.keys() | {"kernels"} != {f.name for f in fields(cls)}:
             raise ValueError(f"results: expected a file that `flash-delta-dev bench` wrote, got {path}")
         tuples = {"graph_ms": Spread, "eager_ms": Spread, "host_us": Spread, "costs": Costs, "lengths": Lengths}
         for result in data["results"]:
@@ -124,6 +129,42 @@ def changes(old: Group, new: Group) -> Iterator[Change]:
             change = Change(*key, was and was.median, now and now.median)
             if change.slower or change.faster:
                 yield change
+
+
+def digests() -> dict[str, str]:
+    """A digest of the Python files of each folder of kernels, as they are now."""
+    folders = sorted({file.parent for file in KERNELS.rglob("*.py")} - {KERNELS})
+    return {folder.relative_to(KERNELS).as_posix(): _digest(folder) for folder in folders}
+
+
+def _digest(folder: Path) -> str:
+    found = sha256()
+    for file in sorted(folder.glob("*.py")):
+        found.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
+
+
+def changed(group: Group) -> list[str]:
+    """The folders of kernels that this group measured and that differ now. None of a group that kept no digests."""
+    before, now = group.kernels, digests()
+    differ = (name for name in sorted(before.keys() | now.keys()) if before and before.get(name) != now.get(name))
+    return [name for name in differ if any(is_used(name, result.workload) for result in group.results)]
+
+
+def is_used(folder: str, workload: Workload) -> bool:
+    """Whether a call of this workload may launch kernels of a folder, or such that are built of it."""
+    names = set(folder.split("/"))
+    if "runtime" in names:  # it launches, and what it does takes time in eager calls alone
+        return False
+    if "elementwise" in names:
+        return bool(workload.hidden or workload.around)
+    if "serving" in names:
+        return workload.kind in ("prefill", "decode")
+    if workload.kind == "decode":
+        return folder in ("device", "triton")
+    if "backward" in names and workload.kind != "training":
+        return False
+    return ("scalar" if workload.gate == "channel" else "channel") not in names
 
 
 def folder(device: torch.device) -> str:

@@ -47,7 +47,7 @@ def bench(
     every row, one file per group.
     """
     from flash_delta.testing.machine import machine
-    from workshop.bench import Group, ceilings, folder, run_group, select, taking_part, versions
+    from workshop.bench import Group, ceilings, digests, folder, run_group, select, taking_part, versions
 
     if not 0 < timeout <= LONGEST_S:
         raise ValueError(f"timeout: expected more than 0 and at most {LONGEST_S:,} seconds, got {timeout}")
@@ -64,7 +64,7 @@ def bench(
     rates = ceilings(where) if where.type == "cuda" else None
     slower = False
     for name, workloads in chosen.items():
-        group, path = Group(name, machine(where), taking_part(name, installed), rates), paths[name]
+        group, path = Group(name, machine(where), taking_part(name, installed), rates, kernels=digests()), paths[name]
         if name in resumed:
             group = _resumed(resumed[name], group)
             workloads = group.missing(workloads)
@@ -96,8 +96,8 @@ def _read(option: str, path: Path) -> "Group":
 
 
 def _resumed(old: "Group", new: "Group") -> "Group":
-    """The results of a broken run, if it had the same machine and the same versions."""
-    for what in ("machine", "versions"):
+    """The results of a broken run, if it had the same machine, the same versions and the same kernels."""
+    for what in ("machine", "versions", "kernels"):
         if getattr(old, what) != getattr(new, what):
             raise ValueError(
                 f"resume: expected the {what} of the results, {getattr(old, what)}, got {getattr(new, what)}"
