@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flash_delta.page import Picture, picture, render, svg_url
 from workshop.bench import figures, speed, tables
+from workshop.bench.cells import Table, between_marks, markdown
 from workshop.bench.results import Group
 from workshop.bench.workloads import GROUPS
 
@@ -106,7 +107,7 @@ class Section(NamedTuple):
     device: str
     machine: str
     command: str
-    tables: list[tables.Table]
+    tables: list[Table]
     remarks: list[str]
     pictures: list[Picture]
 
@@ -174,10 +175,7 @@ def write_benchmarks(results: Path, docs: Path) -> list[Path]:
 def with_summary(readme: str, groups: list[Group]) -> str:
     """The README with a new table between its two marks. Without marks it does not change."""
     head = ["", "on, version", "beside", "against the fastest of them", "rows where one is ahead"]
-    lines = [_row(head), "|---" * len(head) + "|", *map(_row, speed.summary(groups))]
-    return re.sub(
-        r"(?<=<!-- flash-delta-dev report -->\n).*?(?=<!-- end -->)", "\n".join([*lines, ""]), readme, flags=re.DOTALL
-    )
+    return between_marks(readme, "\n".join([*markdown(Table(head, list(speed.summary(groups)))), ""]))
 
 
 def _markdown(groups: list[tuple[str, Group]], charts: list[_Chart]) -> str:
@@ -188,7 +186,7 @@ def _markdown(groups: list[tuple[str, Group]], charts: list[_Chart]) -> str:
         lines += [f"## {TITLES[group.group]}", "", _machine(group), ""]
         lines += ["```", _command(folder, group), "```", ""]
         for table in tables.of(group):
-            lines += [_row(table.head), "|---" * len(table.head) + "|", *map(_row, table.rows), ""]
+            lines += [*markdown(table), ""]
         remarks = [f"* {_literal(remark)}" for remark in tables.remarks(group)]
         lines += [*remarks, ""] if remarks else []
     return "\n".join(lines).rstrip() + "\n"
@@ -196,10 +194,6 @@ def _markdown(groups: list[tuple[str, Group]], charts: list[_Chart]) -> str:
 
 def _command(folder: str, group: Group) -> str:
     return f"flash-delta-dev bench {group.group}{' --device cpu' if folder == 'cpu' else ''}"
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _literal(text: str) -> str:
