@@ -6,6 +6,7 @@ from workshop.cli.check import check
 from workshop.cli.compile import compile_kernels
 from workshop.cli.machine import machine
 from workshop.cli.parity import parity
+from workshop.cli.release import release
 from workshop.cli.report import report
 from workshop.cli.tune import tune
 
@@ -20,5 +21,6 @@ app = make_app(
         "compile": compile_kernels,
         "parity": parity,
         "machine": machine,
+        "release": release,
     },
 )

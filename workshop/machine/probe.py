@@ -6,6 +6,7 @@ import torch
 
 import flash_delta
 from flash_delta.cli.info import backends
+from flash_delta.compiler.targets import target_of
 from flash_delta.testing.machine import machine
 from workshop.bench import ceilings
 from workshop.bench.floor import Ceilings
@@ -25,8 +26,7 @@ class Probe:
         facts |= machine(self.device)
         if self.device.type == "cuda":
             of_gpu = torch.cuda.get_device_properties(self.device)
-            chip = of_gpu.gcnArchName if torch.version.hip else f"sm_{of_gpu.major}{of_gpu.minor}"
-            facts |= {"hip": str(torch.version.hip), "chip": chip}
+            facts |= {"hip": str(torch.version.hip), "chip": target_of(self.device)}
             facts |= {name: getattr(of_gpu, name) for name in PROPERTIES if hasattr(of_gpu, name)}  # of newer torch
         return facts
 
