@@ -15,7 +15,7 @@
 # make kernels the wheel flash-delta-kernels in build/wheels: kernels for sm_90a, compiled without a GPU by the oldest and the
 #             newest Triton. Half an hour on two cores. Needs a C compiler
 # make release the sdist, the wheel and the wheel of kernels in build/release, checked: their files, their metadata, and what they do in
-#             an environment where nothing else is (1 GB, removed afterwards). It lists what to publish and uploads nothing.
+#             an environment with a torch of its own, which is removed afterwards. It lists what to publish and uploads nothing.
 #             The wheel of kernels is that of build/wheels; without one it is made first (make kernels)
 # make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
 #             Python 3.11. Broken links and docstrings fail. The build needs no network

@@ -120,6 +120,18 @@ def test_facts_name_nobody():
     assert not any(platform.node() in str(value) or str(Path.home()) in str(value) for value in facts.values())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_report_of_a_gpu(tmp_path):
+    """What this GPU is, rates for the floor, and a time or a reason for every row."""
+    ran = CliRunner().invoke(app, ["machine", "--out", str(tmp_path / "machine.json")])
+    found = Report.read(tmp_path / "machine.json")
+    assert ran.exit_code == bool(found.failures()), ran.output
+    assert {"gpu", "chip", "total_memory", "multi_processor_count"} <= found.machine.keys()
+    assert found.bench.ceilings.measured_bytes_per_s > 0
+    assert len(found.bench.results) == len(few(torch.device("cuda")))
+    assert all((result.ms is None) == (result.reason is not None) for result in found.bench.results)
+
+
 def test_the_few_rows_exist():
     names = {(w.group, w.name) for w in WORKLOADS}
     assert names >= selection.FEW
