@@ -45,7 +45,7 @@ class Report:
                 yield f"{name_of(result)}: {result.reason}"
 
     def write(self, path: Path) -> None:
-        """Writes JSON, with a line for each case, failure and time. Paths and the host's name are taken out."""
+        """Writes JSON, with a line for each failure and case. Paths and the host's name are taken out."""
         bench = self.bench and self.bench.plain()
         head = {"machine": self.machine, "backends": self.backends, "failures": self.failures(), "check": self.check}
         parts = without_names(head | {"bench": bench})
