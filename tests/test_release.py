@@ -171,11 +171,12 @@ def test_an_environment_sees_only_itself(monkeypatch, tmp_path):
         installed.run(sys.executable, "-c", "raise RuntimeError('no kernel')")
 
 
-def test_an_environment_with_the_checkout_is_refused(tmp_path):
+def test_an_environment_with_the_checkout_is_refused(tmp_path, monkeypatch):
     """An editable install leads there."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
     python.write_text(f"#!/bin/sh\necho {ROOT / 'flash_delta/__init__.py'}\n")
     python.chmod(0o755)
     with pytest.raises(ValueError, match=r"environment: expected the wheels in .*, got .*flash_delta/__init__\.py"):
-        installed.require_installed(tmp_path, "")
+        installed.require_installed(Path(), "")
