@@ -114,6 +114,10 @@ def no_pack_for_the_newest_triton(made):
     made.kernels.popitem()
 
 
+def packs_of_one_model(made):
+    made.kernels = {name.replace("-all", "-olmo-hybrid"): identity for name, identity in made.kernels.items()}
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -130,7 +134,8 @@ def no_pack_for_the_newest_triton(made):
             packs_of_older_sources,
             r"kernels: expected packs of these sources \(make kernels\), got .* of other \['sources'\]",
         ),
-        (no_pack_for_the_newest_triton, r"kernels: expected a pack for Triton 3\.9 in the wheel, got none"),
+        (no_pack_for_the_newest_triton, r"kernels: expected a pack of all models for Triton 3\.9 .*, got .*3\.6"),
+        (packs_of_one_model, r"kernels: expected a pack of all models for Triton 3\.6 .*, got .*-olmo-hybrid\.zip"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

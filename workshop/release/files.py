@@ -57,14 +57,14 @@ def require_version(what: str, wheel: zipfile.ZipFile) -> None:
 
 
 def require_packs(wheel: zipfile.ZipFile) -> None:
-    """Checks that the wheel has packs of the oldest and the newest Triton, made from these sources, and the C module.
-    Packs of other sources would be installed and then not be used."""
+    """Checks that the wheel has packs of all models for the oldest and the newest Triton, made from these sources, and
+    the C module. Packs of other sources would be installed and then not be used."""
     names = wheel.namelist()
     if not any(name.endswith(".so") for name in names):
         raise ValueError("kernels: expected the C module in the wheel, got none (make kernels)")
     for triton in (".".join(map(str, version)) for version in TRITON):
-        if not any(f"-triton-{triton}." in name for name in names):
-            raise ValueError(f"kernels: expected a pack for Triton {triton} in the wheel, got none (make kernels)")
+        if not any(f"-triton-{triton}." in name and name.endswith("-all.zip") for name in names):
+            raise ValueError(f"kernels: expected a pack of all models for Triton {triton} (make kernels), got {names}")
     wanted = pack.identity()
     for name in names:
         if name.endswith(".zip"):
