@@ -14,6 +14,9 @@
 # make hub    the package for Hugging Face kernels, in build/hub. It needs Python alone
 # make kernels the wheel flash-delta-kernels in build/wheels: kernels for sm_90a, compiled without a GPU by the oldest and the
 #             newest Triton. Half an hour on two cores. Needs a C compiler
+# make release the sdist, the wheel and the wheel of kernels in build/release, checked: their files, their metadata, and what they do in
+#             an environment with a torch of its own, which is removed afterwards. It lists what to publish and uploads nothing.
+#             The wheel of kernels is that of build/wheels; without one it is made first (make kernels)
 # make docs   the documentation site in build/docs, which is read as files: guide, API, benchmarks, notes, search. Needs
 #             Python 3.11. Broken links and docstrings fail. The build needs no network
 # make docs-links asks every external address of the site: needs a network
@@ -29,7 +32,7 @@ export OMP_NUM_THREADS := 1
 TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
 OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 
-.PHONY: demo test test-all triton records newest engines hub kernels docs docs-links clean
+.PHONY: demo test test-all triton records newest engines hub kernels release docs docs-links clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -100,6 +103,22 @@ kernels: .venv/installed $(OLDEST_AND_NEWEST)
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w build/wheels ./wheel
 	ls -l build/wheels
 
+RELEASE := build/release
+
+release: .venv/installed .venv/twine build/wheels $(lastword $(OLDEST_AND_NEWEST))
+	rm -rf $(RELEASE) build/clean
+	$(BIN)/python -m hatchling build -t sdist -d $(RELEASE)
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w $(RELEASE) $(RELEASE)/*.tar.gz
+	cp build/wheels/*.whl $(RELEASE)
+	.venv/twine/bin/twine check --strict $(RELEASE)/*
+	$(PYTHON) -m venv build/clean
+	build/clean/bin/pip install -q -c constraints.txt -f $(RELEASE) "$$(ls ./$(RELEASE)/flash_delta-*.whl)[kernels]"
+	PYTHONPATH=$(lastword $(OLDEST_AND_NEWEST)) $(BIN)/flash-delta-dev release $(RELEASE) build/clean
+	rm -rf build/clean
+
+build/wheels:
+	$(MAKE) kernels
+
 .venv/engines/installed: pyproject.toml tests/engines/needs.py
 	$(PYTHON) -m venv .venv/engines
 	$(ENGINES)/pip install -q torch==2.13.0 pytest pytest-xdist
@@ -130,6 +149,10 @@ docs-links: .venv/docs
 
 .venv/triton-%: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ triton==$*
+
+.venv/twine: | .venv/installed
+	$(PYTHON) -m venv $@
+	$@/bin/pip install -q twine==7.0.0
 
 # It asks for Python 3.12, and what is tested runs on older ones too.
 .venv/megatron: | .venv/installed

@@ -241,12 +241,15 @@ def test_isolation(capfd):
         assert isolated.call("threads") == 3
         assert isolated.call("answer", 1) == 2
         first = isolated.process.pid
-        with pytest.raises(Refused, match=r"^RuntimeError: no kernel for this$"):
+        with pytest.raises(Refused, match=r"^RuntimeError: no kernel for this$") as refused:
             isolated.call("refuse")
+        assert refused.value.log.startswith("Traceback")
+        assert refused.value.log.endswith("no kernel for this\nsecond line")
         assert isolated.process.pid == first
         folder = isolated.call("cache")
-        with pytest.raises(Lost, match="illegal instruction, perhaps"):
+        with pytest.raises(Lost, match="illegal instruction, perhaps") as lost:
             isolated.call("crash")
+        assert lost.value.log == "illegal instruction, perhaps", "what calls before it printed is not its own"
         assert isolated.call("answer", 2) == 3
         assert isolated.call("cache") != folder
         isolated.timeout_s = 0.2

@@ -65,7 +65,7 @@ def run(tmp_path_factory, text):
 def test_help_names_the_commands():
     for program, commands in (
         (flash, "info check prove train generate report pack"),
-        (flash_dev, "check bench report tune compile parity"),
+        (flash_dev, "check bench report tune compile parity machine release"),
     ):
         result = program("--help")
         assert result.exit_code == 0

@@ -45,7 +45,11 @@ MAY_IMPORT = {
     "workshop.gate": {"compiler", "kernels", "problem"},
     "workshop.tune": {"workshop.gate", "workshop.bench", "testing", "compiler", "kernels", "reference", "problem"},
     "workshop.parity": {"training", "models", "ops"},
+    "workshop.machine": {"workshop.bench", "cli", "compiler", "testing", "ops"},
+    "workshop.release": {"kernels", "ops"},
     "workshop.cli": {
+        "workshop.machine",
+        "workshop.release",
         "workshop.gate",
         "workshop.bench",
         "workshop.numbers",
@@ -87,7 +91,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 43_752, "workshop": 7_181, "tests": 38_880}
+LINES = {"flash_delta": 43_778, "workshop": 7_654, "tests": 39_321}
 
 
 def room(path: Path) -> str:

@@ -1,6 +1,7 @@
 """`flash-delta info`: what is installed, what is in the machine, and which backend would run."""
 
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -64,18 +65,23 @@ def _kernels(devices: list["torch.device"]) -> list[Table]:
 
 
 def _backends(devices: list["torch.device"]) -> Table:
-    """The backend of each op for one head of width 128 in bfloat16, as models have."""
+    rows = []
+    for device in devices:
+        for op, backend, reasons in backends(device):
+            why = "\n".join(f"{name}: {reason}" for name, reason in reasons.items())
+            rows.append((str(device), op, backend, why))
+    return Table(("device", "op at K = V = 128, bfloat16", "backend", "why"), rows)
+
+
+def backends(device: "torch.device") -> Iterator[tuple[str, str, dict[str, str]]]:
+    """The backend of each op for one head of width 128 in bfloat16, as models have, and a reason for each backend."""
     import torch
 
     import flash_delta
 
-    rows = []
     gates = {flash_delta.chunk_gated_delta_rule: (), flash_delta.chunk_kda: (128,)}
-    for device in devices:
-        for op, channels in gates.items():
-            qkv = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16, device=device)
-            g = torch.zeros(1, 64, 1, *channels, device=device)
-            explained = flash_delta.explain(op, qkv, qkv, qkv, g=g, beta=qkv[..., 0])
-            why = "\n".join(f"{name}: {reason}" for name, reason in explained.reasons.items())
-            rows.append((str(device), op.__name__, explained.backend or "none", why))
-    return Table(("device", "op at K = V = 128, bfloat16", "backend", "why"), rows)
+    for op, channels in gates.items():
+        qkv = torch.zeros(1, 64, 1, 128, dtype=torch.bfloat16, device=device)
+        g = torch.zeros(1, 64, 1, *channels, device=device)
+        explained = flash_delta.explain(op, qkv, qkv, qkv, g=g, beta=qkv[..., 0])
+        yield op.__name__, explained.backend or "none", explained.reasons

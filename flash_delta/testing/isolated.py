@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import tempfile
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,12 +11,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+LOG_LINES = 40  # a traceback, and what a compiler says above it
 
-class Refused(Exception):
+
+class Failed(Exception):
+    """A call that gave no answer. ``log`` has the last lines that the process printed during the call."""
+
+    def __init__(self, reason: str, log: str = ""):
+        super().__init__(reason)
+        self.log = log
+
+
+class Refused(Failed):
     """The object raised an error. Its process is still alive."""
 
 
-class Lost(Exception):
+class Lost(Failed):
     """The process died or did not answer in time."""
 
 
@@ -43,18 +54,22 @@ class Isolated:
         """The method's answer; raises Refused or Lost."""
         if self.process is None:
             self._start()
+        log = Path(self.folder.name) / "log"
+        before = log.stat().st_size
         try:
             self.connection.send((method, arguments))
             if not self.connection.poll(self.timeout_s):
+                printed = _last_lines(log, before)
                 self.stop(wait_s=0)
-                raise Lost(f"no answer within {self.timeout_s:g} s")
+                raise Lost(f"no answer within {self.timeout_s:g} s", printed)
             answer: _Answer = self.connection.recv()
         except (EOFError, ConnectionError) as error:
-            last = _last_line(Path(self.folder.name) / "log")
+            printed = _last_lines(log, before)
             self.stop()
-            raise Lost(f"its process died: {last}") from error
+            last = printed.splitlines()[-1][:200] if printed else "it printed nothing"
+            raise Lost(f"its process died: {last}", printed) from error
         if answer.error is not None:
-            raise Refused(answer.error)
+            raise Refused(answer.error, _last_lines(log, before))
         return answer.value
 
     def stop(self, wait_s: float = 10.0) -> None:
@@ -71,6 +86,7 @@ class Isolated:
         context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
         self.connection, theirs = context.Pipe()
         self.folder = tempfile.TemporaryDirectory(prefix="flash-delta-", ignore_cleanup_errors=True)
+        (Path(self.folder.name) / "log").touch()
         arguments = (theirs, self.make, self.caches, self.threads, Path(self.folder.name))
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
@@ -86,7 +102,7 @@ def first_line(error: Exception) -> str:
 def _serve(
     connection: Connection, make: Callable[[], object], caches: tuple[str, ...], threads: int | None, folder: Path
 ) -> None:
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    log = os.open(folder / "log", os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
     for variable in caches:
@@ -102,6 +118,7 @@ def _serve(
         try:
             connection.send(_Answer(getattr(served, method)(*arguments)))
         except Exception as error:
+            traceback.print_exc()
             connection.send(_Answer(error=first_line(error)))
             if torch.cuda.is_initialized() and _context_is_lost():
                 os._exit(1)
@@ -116,6 +133,7 @@ def _context_is_lost() -> bool:
     return False
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1][:200] if lines else "it printed nothing"
+def _last_lines(log: Path, start: int) -> str:
+    """The last lines of the file after its first ``start`` bytes."""
+    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
+    return "\n".join(lines[-LOG_LINES:])

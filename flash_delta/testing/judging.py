@@ -1,6 +1,7 @@
 """Runs the cases of `flash-delta check`, several at a time, and reads and writes their answers."""
 
 import json
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Answer:
     cells: list[Cell] = field(default_factory=list)
     failure: str | None = None  # why there are no cells: the case raised an error, crashed or hung
     peers: dict[str, PeerAnswer] = field(default_factory=dict)
+    log: str = ""  # beside a failure: the end of what was printed, with the error's traceback
 
     @property
     def names(self) -> tuple[str, str, str]:
@@ -54,7 +56,7 @@ class Answer:
         """What `write` writes. It writes a file anew after each case, so it asks often."""
         line = {"op": self.op, "dtype": self.dtype, "case": self.case}
         if self.failure is not None:
-            line["failure"] = self.failure
+            line |= {"failure": self.failure, "log": self.log}
         line["errors"] = {c.tensor: [_rounded(c.error), _rounded(c.allowed), _rounded(c.reference)] for c in self.cells}
         peers = {
             name: {"errors": {t: _rounded(e) for t, e in peer.errors.items()}, "reason": peer.reason}
@@ -99,9 +101,9 @@ class Worker:
             else:
                 answer.cells = getattr(self.judge, method)(*arguments)
         except (Refused, Lost) as error:
-            answer.failure = str(error)
+            answer.failure, answer.log = str(error), error.log
         except RuntimeError as error:  # from a job in this process
-            answer.failure = first_line(error)
+            answer.failure, answer.log = first_line(error), traceback.format_exc().strip()
         for name, peer in self.peers.items() if method == "case" and answer.dtype in PEERS_DTYPES else ():
             try:
                 answer.peers[name] = peer.call("case", *arguments)

@@ -5,7 +5,7 @@ from workshop.bench.floor import ceilings
 from workshop.bench.peer import Peer
 from workshop.bench.results import Change, Group, Result, changed, changes, digests, folder
 from workshop.bench.runner import run_group
-from workshop.bench.selection import select
+from workshop.bench.selection import few, select
 
 __all__ = [
     "Change",
@@ -16,6 +16,7 @@ __all__ = [
     "changed",
     "changes",
     "digests",
+    "few",
     "folder",
     "run_group",
     "select",

@@ -1,5 +1,7 @@
 """What tables are made of."""
 
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -24,3 +26,13 @@ def number(value: float | None) -> str:
 def without_empty_columns(table: Table) -> Table:
     kept = [i for i in range(len(table.head)) if any(row[i] for row in table.rows)]
     return Table([table.head[i] for i in kept], [[row[i] for i in kept] for row in table.rows])
+
+
+def between_marks(text: str, name: str, new: Iterable[str]) -> str:
+    """The text with new lines between the two marks of this name."""
+    begin, end = f"<!-- flash-delta-dev report: {name} -->\n", "<!-- end -->"
+    lines = "".join(f"{line}\n" for line in new)
+    text, found = re.subn(f"(?<={begin}).*?(?={end})", lambda _: lines, text, flags=re.DOTALL)
+    if found != 1:
+        raise ValueError(f"expected the marks of the table {name!r} once, found them {found} times")
+    return text

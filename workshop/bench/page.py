@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flash_delta.page import Picture, picture, render, svg_url
 from workshop.bench import figures, speed, tables
-from workshop.bench.cells import in_markdown
+from workshop.bench.cells import Table, in_markdown
 from workshop.bench.results import Group, changed
 from workshop.bench.workloads import GROUPS
 
@@ -115,7 +115,7 @@ class Section(NamedTuple):
     device: str
     machine: str
     command: str
-    tables: list[tables.Table]
+    tables: list[Table]
     remarks: list[str]
     pictures: list[Picture]
 

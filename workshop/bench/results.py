@@ -69,13 +69,22 @@ class Group:
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_plain(asdict(self)), indent=1) + "\n")
+        path.write_text(json.dumps(self.plain(), indent=1) + "\n")
+
+    def plain(self) -> dict:
+        """The group for JSON."""
+        return _plain(asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> "Group":
         data = json.loads(path.read_text())
         if not isinstance(data, dict) or data.keys() | {"kernels"} != {f.name for f in fields(cls)}:
             raise ValueError(f"results: expected a file that `flash-delta-dev bench` wrote, got {path}")
+        return cls.of(data)
+
+    @classmethod
+    def of(cls, data: dict) -> "Group":
+        """The group that ``plain`` gave. It may change ``data``."""
         tuples = {"graph_ms": Spread, "eager_ms": Spread, "host_us": Spread, "costs": Costs, "lengths": Lengths}
         for result in data["results"]:
             result |= {name: kind(**result[name]) for name, kind in tuples.items() if result.get(name) is not None}

@@ -75,7 +75,7 @@ def bench(
                 if path is not None:
                     group.write(path)
                 progress.advance(task)
-        _show(console, group)
+        show(console, group)
         if path is not None:
             console.print(f"wrote {path}", soft_wrap=True, highlight=False)
         if name in older:
@@ -105,7 +105,8 @@ def _resumed(old: "Group", new: "Group") -> "Group":
     return old
 
 
-def _show(console: Console, group: "Group") -> None:
+def show(console: Console, group: "Group") -> None:
+    """Prints the tables and remarks of a group."""
     from workshop.bench import tables
 
     title = f"{group.group}, {group.machine.get('gpu', 'CPU')}"

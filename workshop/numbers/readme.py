@@ -1,10 +1,9 @@
 """README's tables: each one answers a question, and stands between its two marks."""
 
-import re
 from collections.abc import Callable
 
 from workshop.bench import speed
-from workshop.bench.cells import Table, in_markdown, number
+from workshop.bench.cells import Table, between_marks, in_markdown, number
 from workshop.bench.contestants import OURS
 from workshop.bench.page import of_gpus, read_groups
 from workshop.numbers import vllm
@@ -68,10 +67,5 @@ TABLES: dict[str, Callable[[Results], Table]] = {
 def with_tables(text: str, results: Results) -> str:
     """README with new tables between their marks."""
     for name, table in TABLES.items():
-        lines = "\n".join([*in_markdown(table(results)), ""])
-        begin, end = f"<!-- flash-delta-dev report: {name} -->\n", "<!-- end -->"
-        new = f"{begin}{lines}{end}"
-        text, found = re.subn(f"{begin}.*?{end}", lambda _, new=new: new, text, flags=re.DOTALL)
-        if found != 1:
-            raise ValueError(f"README.md: expected the marks of the table {name!r} once, found them {found} times")
+        text = between_marks(text, name, in_markdown(table(results)))
     return text

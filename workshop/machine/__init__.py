@@ -1,0 +1,1 @@
+"""A report of a machine, which anyone can send in: what ``flash-delta-dev machine`` writes."""

@@ -1,0 +1,1 @@
+"""What a release has to hold before it is published: ``make release``."""
