@@ -15,6 +15,7 @@ from engine_tables import rows, words
 from typer.testing import CliRunner
 
 import flash_delta
+from flash_delta.cli import prove
 from flash_delta.cli.app import app
 from flash_delta.ops.serving import Convolution, Ring, commit
 
@@ -52,6 +53,7 @@ def test_every_block_runs(page, tmp_path, monkeypatch):
     if page.name in NEEDS and find_spec(NEEDS[page.name]) is None:
         pytest.skip(f"it needs {NEEDS[page.name]}")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prove, "QUICK", ("parity",))  # `test_proof.py` learns all of them, which takes long
     names = {}
     for language, block in re.findall(r"```(\w*)\n(.*?)```", page.read_text(), re.DOTALL):
         if language == "python":
