@@ -35,7 +35,9 @@ def deterministic_mode():
 def run(line, folder):
     """One command as it stands, but where it says cuda, cpu."""
     program, *arguments = shlex.split(line.replace("--device cuda", "--device cpu"))
-    if program == "pip":  # not installed again, but what is asked for is there
+    if arguments[:2] == ["install", "--index-url"]:
+        assert line.removeprefix("pip install ") in (ROOT / "Makefile").read_text()
+    elif program == "pip":  # not installed again, but what is asked for is there
         what = re.fullmatch(r"\.(?:\[(\w+)\])?", arguments[1])
         assert arguments[0] == "install"
         assert what[1] is None or f"\n{what[1]} = [" in (ROOT / "pyproject.toml").read_text(), line
