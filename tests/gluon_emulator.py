@@ -151,25 +151,25 @@ class Descriptor:
         self.memory = torch.as_strided(d.base, (size - offset,), (1,), offset)
         self.space = 2**64 // d.base.itemsize
 
-    def lines(self, at, tile):
-        """The last axis of a tile, line by line, with where it lies in memory; None outside."""
-        flat = tile.t.view(-1, tile.shape[-1])
-        for r, steps in enumerate(product_of(*map(range, tile.shape[:-1]))):
-            place = [*(p + step for p, step in zip(at[:-1], steps, strict=True)), at[-1]]
-            inside = all(0 <= p < size for p, size in zip(place, self.shape, strict=True))
-            assert place[-1] + tile.shape[-1] <= self.shape[-1], "columns are never clipped here"
-            start = sum(p * s for p, s in zip(place, self.strides, strict=True)) % self.space
-            yield flat[r], self.memory[start : start + tile.shape[-1]] if inside else None
+    def inside(self, at, tile):
+        """The part of a tile that lies in the tensor, and its memory."""
+        assert at[-1] + tile.shape[-1] <= self.shape[-1], "columns are never clipped here"
+        at, sizes = [int(p) for p in at], zip(tile.shape, self.shape, strict=True)
+        part = tile.t[tuple(slice(max(0, -p), max(0, min(n, m - p))) for p, (n, m) in zip(at, sizes, strict=True))]
+        start = sum(max(0, p) * s for p, s in zip(at, self.strides, strict=True)) % self.space if part.numel() else 0
+        strides = [s if n > 1 else 0 for n, s in zip(part.shape, self.strides, strict=True)]
+        return part, self.memory.as_strided(part.shape, strides, self.memory.storage_offset() + start)
 
     def load(self, at, bar, tile):
-        for line, source in self.lines(at, tile):
-            line.zero_() if source is None else line.copy_(source)
+        part, source = self.inside(at, tile)
+        if part.shape != tile.t.shape:
+            tile.t.zero_()
+        part.copy_(source)
         bar.arrive(0, bytes=-tile.t.numel() * tile.t.itemsize)
 
     def store(self, at, tile):
-        for line, target in self.lines(at, tile):
-            if target is not None:
-                target.copy_(line)
+        part, target = self.inside(at, tile)
+        target.copy_(part)
 
 
 class Pointer:

@@ -282,3 +282,15 @@ def test_a_small_model_takes_one_thread_unless_it_is_said(environment, device, h
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_check_takes_one_thread(monkeypatch):
+    for name in THREADS:
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        assert flash("check", "--case", "all-empty").exit_code == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -15,6 +15,7 @@ from engine_tables import rows, words
 from typer.testing import CliRunner
 
 import flash_delta
+from flash_delta.cli import prove
 from flash_delta.cli.app import app
 from flash_delta.ops.serving import Convolution, Ring, commit
 
@@ -34,7 +35,9 @@ def deterministic_mode():
 def run(line, folder):
     """One command as it stands, but where it says cuda, cpu."""
     program, *arguments = shlex.split(line.replace("--device cuda", "--device cpu"))
-    if program == "pip":  # not installed again, but what is asked for is there
+    if arguments[:2] == ["install", "--index-url"]:
+        assert line.removeprefix("pip install ") in (ROOT / "Makefile").read_text()
+    elif program == "pip":  # not installed again, but what is asked for is there
         what = re.fullmatch(r"\.(?:\[(\w+)\])?", arguments[1])
         assert arguments[0] == "install"
         assert what[1] is None or f"\n{what[1]} = [" in (ROOT / "pyproject.toml").read_text(), line
@@ -52,6 +55,7 @@ def test_every_block_runs(page, tmp_path, monkeypatch):
     if page.name in NEEDS and find_spec(NEEDS[page.name]) is None:
         pytest.skip(f"it needs {NEEDS[page.name]}")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prove, "QUICK", ("parity",))  # `test_proof.py` learns all of them, which takes long
     names = {}
     for language, block in re.findall(r"```(\w*)\n(.*?)```", page.read_text(), re.DOTALL):
         if language == "python":

@@ -110,6 +110,19 @@ def test_types_and_shapes_that_meet():
         mixed[(1,)](x, n, o, N=16, OTHER=8)
 
 
+@triton.jit
+def moving(x, o, back, far, N: tl.constexpr):
+    r = tl.arange(0, N)
+    rows = x + far + r[:, None] * N  # pointers of the rows' ends, in int64
+    tl.store(o + r[:, None] * N + r[None, :].to(tl.int64), tl.load(rows + (back + 1) - r[None, :]) + tl.load(x + 3))
+
+
+def test_pointers_move_by_offsets_of_any_sign_and_width():
+    x, o = torch.randn(16, 16), torch.empty(16, 16)
+    moving[(1,)](x, o, -(2**31) - 1, 2**31 + 15, N=16)
+    assert torch.equal(o, x.flip(1) + x[0, 3])
+
+
 @DTYPES
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_of_the_tuner(name, dtype):

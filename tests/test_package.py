@@ -149,3 +149,37 @@ assert reasons["triton"] == reasons["hopper"] == "cannot: triton >= 3.6 is not i
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
+
+
+PYTORCH = "--index-url https://download.pytorch.org/whl/cpu torch"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "config", "fails", "tries"),
+    [
+        pytest.param(False, "", False, True, id="a CPU"),
+        pytest.param(False, "", True, True, id="an index that does not answer"),
+        pytest.param(False, "global.extra-index-url='file:///simple'", False, False, id="an index of the user's"),
+        pytest.param(True, "", False, False, id="a GPU"),
+    ],
+)
+def test_make_takes_torch_for_cpus(tmp_path, gpu, config, fails, tries):
+    """Without a GPU and without an index of the user's, `make` asks for PyTorch's build for CPUs. It may fail."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    pip = f"""if [ "$1" = config ]; then echo "{config}"; exit; fi
+echo "$@" >> log
+case "$*" in *pytorch.org*) exit {fails:d};; esac"""
+    for path, text in {"bin/pip": pip, "bin/nvidia-smi": f"exit {not gpu:d}"}.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / path).chmod(0o755)
+    for path in (".venv/x", "pyproject.toml", "workshop/pyproject.toml", "constraints.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    command = ["make", "-f", ROOT / "Makefile", ".venv/installed", "PYTHON=true", "BIN=bin"]
+    subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    *first, last = (tmp_path / "log").read_text().splitlines()
+    assert last == "install -q -c constraints.txt -e .[dev] -e workshop"
+    assert [line.endswith(PYTORCH) and "--no-deps" in line for line in first] == [True] * tries
+    assert (tmp_path / ".venv/installed").exists()

@@ -183,6 +183,13 @@ def command(monkeypatch, *arguments, bounds=ANYTHING):
     return CliRunner().invoke(app, ["prove", *map(str, arguments)])
 
 
+@pytest.mark.long
+def test_the_quick_tasks_are_learnt(tmp_path):
+    done = CliRunner().invoke(app, ["prove", "--quick", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert {result.task for result in read(tmp_path / "prove.json", TASKS, CPU)} == {"parity", "words-s3"}
+
+
 def test_the_command_writes_results_and_a_page(monkeypatch, tmp_path):
     done = command(monkeypatch, "--out", tmp_path, "--seeds", 2)
     assert done.exit_code == 0, done.output

@@ -63,7 +63,10 @@ def recurrent(
     beta = v.new_ones(B, T, HV) if beta is None else beta
     g = v.new_zeros(B, T, HV) if g is None else g
     g = g if g.dim() == 4 else g.unsqueeze(-1)  # [B, T, HV, K or 1]
-    tokens = list(zip(*(x.unbind(1) for x in (q, k, v, g, beta, p)), strict=True))
+    # Queries, erase keys and values are rows of matrices [1, K or V]; decays and write keys are columns [K, 1].
+    q, p, v = ((scale * q).unsqueeze(-2), p.unsqueeze(-2), v.unsqueeze(-2))
+    decay, k = (g.exp().unsqueeze(-1), (beta.unsqueeze(-1) * k).unsqueeze(-1))
+    tokens = list(zip(*(x.unbind(1) for x in (q, k, v, decay, p)), strict=True))
     bounds = [0, T] if cu_seqlens is None else cu_seqlens
     state = v.new_zeros(B if cu_seqlens is None else len(bounds) - 1, HV, K, V)
     state = state if initial_state is None else initial_state
@@ -71,16 +74,16 @@ def recurrent(
     o, final_states = [], []
     for n, (start, end) in enumerate(pairwise(bounds)):
         S = state if cu_seqlens is None else state[n : n + 1]  # [B or 1, HV, K, V]
-        for q_t, k_t, v_t, g_t, beta_t, p_t in tokens[start:end]:
-            decayed = g_t.exp().unsqueeze(-1) * S
-            u = v_t  # [B, HV, V], what the token writes
+        for q_t, k_t, v_t, decay_t, p_t in tokens[start:end]:
+            decayed = decay_t * S
+            u = v_t  # [B or 1, HV, 1, V], what the token writes
             if erase is not None:
-                u = u - torch.einsum("bhk,bhkv->bhv", p_t, decayed if erase == "decayed" else S)
-            S = decayed + torch.einsum("bh,bhk,bhv->bhkv", beta_t, k_t, u)
-            o.append(scale * torch.einsum("bhk,bhkv->bhv", q_t, S))
+                u = u - p_t @ (decayed if erase == "decayed" else S)
+            S = decayed + k_t * u
+            o.append(q_t @ S)
         final_states.append(S)
-    o += [v.new_zeros(B, HV, V)] * (T - len(o))  # after the last sequence
+    o += [v.new_zeros(B, HV, 1, V)] * (T - len(o))  # after the last sequence
     return (
-        torch.stack(o, dim=1) if o else v.new_zeros(B, T, HV, V),
+        torch.stack(o, dim=1).squeeze(-2) if o else v.new_zeros(B, T, HV, V),
         torch.cat(final_states) if final_states else state,
     )

@@ -46,19 +46,24 @@ def _regions(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
 
 
 def _check(what: str, pointers: TensorHandle, mask: TensorHandle) -> None:
+    size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    if _in_one_tensor(pointers.data, size):  # mostly so, even with those that the mask leaves out
+        return
     addresses, wanted = np.broadcast_arrays(pointers.data, mask.data)
     addresses = addresses[wanted.astype(bool)].astype(np.uint64)
-    size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+    if not addresses.size or _in_one_tensor(addresses, size):
+        return
     starts, ends = _given
-    if not addresses.size:
-        return
-    before = np.searchsorted(starts, addresses.min(), side="right")
-    if before and addresses.max() + size <= ends[before - 1]:  # mostly all lie in one tensor
-        return
     before = np.searchsorted(starts, addresses, side="right")  # how many tensors begin at an address or before it
-    outside = (before == 0) | (addresses + size > np.append(ends, 0)[before - 1])
+    outside = (before == 0) | (addresses + np.uint64(size) > np.append(ends, 0)[before - 1])
     if outside.any():
         raise IndexError(f"a kernel {what} beyond its tensors: {outside.sum()} of {addresses.size} addresses")
+
+
+def _in_one_tensor(addresses: np.ndarray, size: int) -> bool:
+    starts, ends = _given
+    before = starts.searchsorted(addresses.min(), side="right")
+    return bool(before) and int(addresses.max()) + size <= ends[before - 1]
 
 
 def _load(self: InterpreterBuilder, pointers: TensorHandle, mask: TensorHandle, *rest: Any, **names: Any) -> Any:

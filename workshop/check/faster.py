@@ -118,7 +118,9 @@ def _pair(lhs: core.tensor, rhs: Any) -> tuple[core.tensor, core.tensor] | None:
     name = lhs.dtype.name
     if type(rhs) is core.tensor:
         if rhs.dtype.name != name:
-            return None
+            if name not in _INTEGERS or rhs.dtype.name not in _INTEGERS:
+                return None
+            lhs, rhs = _long(lhs), _long(rhs)
     elif (name in _FLOATS and type(rhs) in (float, int)) or (
         name in _INTEGERS and type(rhs) is int and -_INTEGERS[name] <= rhs < _INTEGERS[name]
     ):
@@ -136,6 +138,31 @@ def _pair(lhs: core.tensor, rhs: Any) -> tuple[core.tensor, core.tensor] | None:
         return None
     joint = core.block_type(lhs.dtype, sizes)
     return core.tensor(lhs.handle, joint), core.tensor(rhs.handle, joint)
+
+
+def _long(x: core.tensor) -> core.tensor:
+    if x.dtype.name == "int64":
+        return x
+    made = x.type.with_element_ty(core.int64) if isinstance(x.type, core.block_type) else core.int64
+    return core.tensor(TensorHandle(x.handle.data.astype(np.int64), core.int64), made)
+
+
+def _moved(pointers: core.tensor, by: Any) -> core.tensor | None:
+    """Returns the pointers so many elements further on. None: ask Triton."""
+    if type(by) is int:
+        offsets, made = by, pointers.type
+    elif type(by) is core.tensor and by.dtype.name in _INTEGERS:
+        offsets, made = by.handle.data.astype(np.int64), pointers.type
+        if by.shape is not pointers.shape and by.shape is not _NO_AXES:
+            sizes = by.type.sizes if pointers.shape is _NO_AXES else _joint(pointers.type.sizes, by.type.sizes)
+            if sizes is None:
+                return None
+            made = core.block_type(pointers.dtype, sizes)
+    else:
+        return None
+    size = max(1, pointers.dtype.element_ty.primitive_bitwidth // 8)
+    addresses = pointers.handle.data + np.multiply(offsets, size, dtype=np.int64).view(np.uint64)
+    return core.tensor(TensorHandle(addresses, pointers.dtype), made)
 
 
 @cache
@@ -170,6 +197,9 @@ def _quick(name: str, of_triton: Callable) -> Callable:
     of_numpy, types, compares = _QUICK[name]
 
     def call(self: core.tensor, other: Any, **names: Any) -> Any:
+        if name == "__add__" and isinstance(self.dtype, core.pointer_type):
+            moved = _moved(self, _unwrap(other))
+            return of_triton(self, other, **names) if moved is None else moved
         pair = _pair(self, _unwrap(other)) if self.dtype.name in types else None
         if pair is None:
             return of_triton(self, other, **names)
