@@ -1,5 +1,6 @@
 """The documentation keeps its word: the README's examples run, the mathematics is proven."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -54,7 +55,8 @@ def test_times_of_the_floor():
     """How the kernels work: rows, times and floors are those of the benchmarks, and the bars are their quotients."""
     table = re.search(r"\| row of benchmarks.md .*?\n\n", STORY, re.DOTALL)[0]
     rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
-    assert {row: (ms, floor) for row, ms, floor, _ in rows} == {row: measured(row) for row, *_ in rows}
+    for row, ms, floor, _ in rows:
+        assert (ms, floor) == measured(row, "flash_delta", "floor")
     quotients = [f"{float(ms) / float(floor):.1f}" for _, ms, floor, _ in rows]
     assert [times for *_, times in rows] == quotients
     picture = (ROOT / "docs/pictures/floor.svg").read_text()
@@ -63,16 +65,59 @@ def test_times_of_the_floor():
     assert re.findall(r'width="(\d+)" height="24"', picture) == [f"{50 * float(x):.0f}" for x in quotients]
 
 
-def measured(row):
-    """This library's time of a row and the row's floor, as docs/benchmarks.md prints them. Of a group that was measured
-    on several GPUs the README's run counts."""
+def test_times_of_training():
+    table = re.search(r"\| row \| flash_delta \| FlashQLA .*?\n\n", STORY, re.DOTALL)[0]
+    for row, *times, _ in (line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]):
+        assert tuple(times) == measured(f"training {row}", "flash_delta", "flash_qla")
+
+
+def test_shares_of_decoding():
+    for states, name in ("", "float32 states, share of the copy rate"), (", bfloat16 states", "bfloat16 states"):
+        shares = re.search(rf"\| {name} \| (.*) \|", STORY)[1].split(" | ")
+        for rows, share in zip((1, 8, 32, 64, 128, 256), shares, strict=True):
+            row = f"decode 16/32 batch {rows}{states}"
+            assert measured(row, "flash_delta", table=tables.bandwidth, among="decode") == (share.removesuffix(" %"),)
+
+
+def measured(row, *names, table=tables.times, among=""):
+    """The numbers of a row that docs/benchmarks.md prints in these columns. Of a group that was measured on several
+    GPUs the README's run counts. ``among``: the group that has the row, if several have it."""
     groups = fullest(group for folder, group in read_groups(ROOT / "benchmarks/results") if folder != "cpu")
-    for group in groups:
-        head, lines = tables.times(group)
+    for group in (group for group in groups if group.group.startswith(among)):
+        head, lines, *_ = table(group)
         for cells in lines:
             if cells[0] == row:
-                return tuple(re.search(r"[\d.]+", cells[head.index(name)])[0] for name in ("flash_delta", "floor"))
+                return tuple(re.search(r"[\d.]+", cells[head.index(name)])[0] for name in names)
     raise AssertionError(f"benchmarks/results has no row {row}")
+
+
+OF_CODE = [ROOT / name for name in ("docs/how-the-kernels-work.md", "docs/adding-a-backend.md", "ARCHITECTURE.md")]
+OF_CODE += (ROOT / "flash_delta/kernels").rglob("README.md")
+
+
+@pytest.fixture(scope="module")
+def names():
+    """The names that Python's and C's code gives to things, and those of files."""
+    found = {"Makefile"}
+    for path in (path for room in ("flash_delta", "workshop", "tests") for path in (ROOT / room).rglob("*.py")):
+        found |= {path.name, *path.relative_to(ROOT).with_suffix("").parts}
+        for node in ast.walk(ast.parse(path.read_text())):
+            for kind, field in NAMED.items():
+                if isinstance(node, kind) and isinstance(value := getattr(node, field), str):
+                    found.update(value.split("."))
+    return found.union(*(re.findall(r"\w+", path.read_text()) for path in ROOT.glob("flash_delta/**/*.c")))
+
+
+NAMED = {ast.FunctionDef: "name", ast.ClassDef: "name", ast.arg: "arg", ast.keyword: "arg", ast.Name: "id"}
+NAMED |= {ast.Attribute: "attr", ast.alias: "name", ast.Constant: "value"}
+
+
+@pytest.mark.parametrize("path", OF_CODE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_what_a_document_names_is_there(path, names):
+    """Functions, kernels, fields and files in back quotes."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for quoted in re.findall(r"`(\w[\w.]*)(?:\(.*?\))?(?:=\w+)?`", text):
+        assert quoted in names or names.issuperset(quoted.split(".")), quoted
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda p: p.stem)

@@ -84,3 +84,10 @@ def test_a_long_sequence_among_short_ones_has_halves_if_the_host_knows():
     assert loop_tile(problem(32, 8192, *(1024,) * 8, width=64), H200, False) == SLIM
     assert loop_tile(problem(24, 32768, *(16,) * 200), H200, False) == NARROW
     assert loop_tile(problem(24, 32768, *(16,) * 2000), H200, False) == WIDE, "short ones take time, too"
+
+
+@pytest.mark.parametrize(("back", "most"), [(False, 44), (True, 99)])
+def test_up_to_how_many_heads_a_long_sequence_is_split(back, most):
+    """The numbers of docs/how-the-kernels-work.md, section 6."""
+    split = [HV for HV in range(1, 133) if split_length(problem(HV, 32768), H200.processors, back=back) is not None]
+    assert split == [*range(1, most + 1)]

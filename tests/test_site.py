@@ -56,10 +56,15 @@ def test_every_name_of_the_front_door_has_a_place():
     assert public <= {name.removeprefix("flash_delta.") for name in NAMES}
 
 
+def test_the_reference_lists_every_page():
+    listed = re.findall(r"^:doc:`.* <(\w+)>`$", (ROOT / "docs/api/index.rst").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted({path.stem for path in PAGES} - {"index"})
+
+
 def test_contents_lead_to_every_document():
     contents = set((ROOT / "docs/site/contents.md").read_text().split())
     below = ("docs/notes/", "flash_delta/kernels/")  # their READMEs lead on: PAGES_BELOW in docs/site/as_on_a_host.py
-    documents = [*ROOT.glob("*.md"), *PAGES]
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.ipynb"), *PAGES]
     documents += [path for folder in ("docs", "flash_delta", "workshop") for path in (ROOT / folder).rglob("*.md")]
     names = {path.relative_to(ROOT).with_suffix("").as_posix() for path in documents} - {"README", "docs/site/contents"}
     children = {name for name in names if name.startswith(below) and name not in contents}
@@ -72,7 +77,8 @@ def test_the_built_site_fetches_nothing():
     pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
     if not pages:
         pytest.skip("`make docs` has not run")
-    assert "<math " in pages["docs/api/training.html"]
+    for page in ("docs/api/training.html", "examples/equation.html"):
+        assert "<math " in pages[page]
     fetched = re.compile(r"<(?:script|img|source|iframe)[^>]* src=.https?:|<link[^>]* href=.https?:")
     assert [name for name, page in pages.items() if fetched.search(page)] == []
     assert [path for path in site.rglob("*.css") if re.search(r"url\(.?https?:|@import", path.read_text())] == []

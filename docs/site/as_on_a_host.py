@@ -1,5 +1,6 @@
-"""What a code host does by itself: links to folders and code, pictures by theme, plain blocks. And the formulas."""
+"""What a code host does by itself: links to folders and code, pictures by theme, plain blocks, notebooks, formulas."""
 
+import json
 import os
 import re
 import shutil
@@ -22,13 +23,16 @@ linked: set[str] = set()  # files of code that a document links to; each becomes
 def read(app, name, source):
     """Change a document's text before it is parsed."""
     folder = (ROOT / name).parent
+    document = app.env.doc2path(name)
+    if document.suffix == ".ipynb":
+        source[0] = notebook(document.name, source[0])
 
     def link(match):
         text, target = match.groups()
         path = (folder / target).resolve()
         if (path / "README.md").exists():
             return f"[{text}]({target}/README.md)"
-        if not path.is_file() or path.suffix in (".md", ".html"):
+        if not path.is_file() or path.suffix in (".md", ".html", ".ipynb"):
             return match[0]
         file = path.relative_to(ROOT).as_posix()
         linked.add(file)
@@ -41,6 +45,16 @@ def read(app, name, source):
         source[0] += (SITE / "contents.md").read_text()
     if name in PAGES_BELOW:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{PAGES_BELOW[name]}\n```\n"
+
+
+def notebook(name, text):
+    """A notebook as Markdown: its text and its code, without results, which are not kept."""
+    parts = ["---\nmyst:\n  enable_extensions: [dollarmath]\n---"]
+    for cell in json.loads(text)["cells"]:
+        lines = "".join(cell["source"])
+        parts.append(lines if cell["cell_type"] == "markdown" else f"```python\n{lines}\n```")
+    parts.insert(2, f"{{download}}`Download the notebook <{name}>`, and run it to see what it prints and draws.")
+    return "\n\n".join(parts)
 
 
 def code_pages(app):

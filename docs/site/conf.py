@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 project = "flash_delta"
 version = release = flash_delta.__version__
 root_doc = "README"
+source_suffix = {".rst": "restructuredtext", ".md": "markdown", ".ipynb": "markdown"}
 include_patterns = ["*.md", "docs/**.md", "docs/**.rst", "flash_delta/**/README.md", "workshop/**/README.md"]
+include_patterns += ["examples/*.ipynb"]
 exclude_patterns = ["docs/site", "build", "dist", "runs", "tests", "benchmarks", ".*", "**/__pycache__"]
 extensions = [
     "myst_parser",

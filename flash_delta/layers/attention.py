@@ -82,11 +82,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend within each sequence; the arguments are those of `GatedDeltaNet.forward`, with three differences.
 
-        Documents (``position_ids``) need a [T, T] mask, so memory grows with the square of the row's length. So it does
-        for ``cu_seqlens``, unless PyTorch has a kernel for them (on a GPU in 16 bits, from torch 2.11 on). If a row is
-        split over ranks that divide the heads, each rank computes all tokens of its own heads. Otherwise it has the
-        keys and values of all ranks, and its own rows of a mask. Packed rows cannot be combined with a state, because
-        caches of different lengths do not form one row.
+        Documents (``position_ids``) need a [T, T] mask, so memory grows with the square of the row's length. The same
+        holds for ``cu_seqlens``, unless PyTorch has a kernel for packed sequences (on a GPU in 16 bits, from torch 2.11
+        on). If a row is split over ranks that divide the heads, each rank computes all tokens of its own heads.
+        Otherwise it has the keys and values of all ranks, and its own rows of a mask. Packed rows cannot be combined
+        with a state, because caches of different lengths do not form one row.
 
         position_ids [B, T] or [1, T] are also the positions by which q and k are rotated. If they are None, positions
         count the tokens of each sequence from 0, without padding, and after a state they continue.

@@ -52,7 +52,7 @@ class MixerState:
         self.record_past = True
 
     def crop(self, tokens: int) -> None:
-        """Take the last `tokens` tokens of every row back, padding included, and forget what was kept.
+        """Take back the last `tokens` tokens of every row, padding included, and forget what was kept.
 
         If the layer's op runs token by token, the recurrent state gets the bits that it had after the tokens that stay.
         Comba and simple GLA have no such op. Their last bits may differ.
@@ -220,7 +220,7 @@ class AttentionState:
         return self.length
 
     def crop(self, tokens: int) -> None:
-        """Take the last `tokens` tokens of every row back, padding included.
+        """Take back the last `tokens` tokens of every row, padding included.
 
         Raises:
             ValueError: if there are not so many.

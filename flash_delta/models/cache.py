@@ -102,11 +102,11 @@ class FlashDeltaCache(Cache):
                 layer.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens of every row back, padding included, and forget what was kept for that.
+        """Take back the last tokens of every row, padding included, and forget what was kept for that.
 
-        Delta-rule layers keep tokens that come after `activate_past_recording()` and after the last crop: all of the
-        last call, if it has at most 128 tokens, and at least 128, if so many came. The op of such a layer runs once
-        more, on those of them that stay. So its state gets the bits that it had after these tokens.
+        Delta-rule layers keep tokens that come after `activate_past_recording()` and after the last crop. They keep all
+        tokens of the last call if it has at most 128, and at least the last 128 if so many came. The op of such a layer
+        runs once more, on the kept tokens that stay. So its state gets the bits that it had after these tokens.
 
         Args:
             tokens_to_remove: minus the number of tokens, as in transformers. 0 takes none back.

@@ -102,7 +102,7 @@ def fused_kda_gate(
 
 
 def erase_norm(k: Tensor, b: Tensor) -> Tensor:
-    r"""By how much each token's erase can stretch a state of GDN-2, before its decay: the largest singular value of
+    r"""The most by which a token's erase can stretch a state of GDN-2, before its decay: the largest singular value of
 
     .. math::
         I - k_t (b_t \odot k_t)^\top
@@ -145,9 +145,9 @@ def guard_erase(k: Tensor, b: Tensor, g: Tensor) -> Tensor:
         \left| (I - k (b' \odot k)^\top) \, \mathrm{diag}(e^{g}) \right|_2 \le 1
 
     c is the largest number from 0 to 1 for which this follows from the least decay of the token's channels. It is 1
-    where b satisfies it already. It is 0 in a token that keeps a channel whole: all channels then erase with m, as in
-    Kimi Delta Attention. The bound holds if ``m |k|^2`` is from 0 to 2 and g is at most 0. Where no c satisfies it, c
-    is 0. Give b' to the op in the dtype that you get, since rounding could pass the bound.
+    where b satisfies it already. It is 0 for a token with a channel that does not decay: all channels then erase with
+    m, as in Kimi Delta Attention. The bound holds if ``m |k|^2`` is from 0 to 2 and g is at most 0. Where no c
+    satisfies it, c is 0. Give b' to the op in the dtype that you get, since b' may break the bound once it is rounded.
 
     It is made of PyTorch's operations and has gradients for k, b and g. It changes the model: train with the guard that
     you will use.

@@ -58,8 +58,8 @@ def _part(task: Task, found: list[Verdict]) -> Part:
     ]
     seeds = max(len(verdict.accuracies) for verdict in found)
     reading = (
-        f"Accuracy on new strings, by {task.unit}. A line is the mean of {seeds} seeds, its shade spans them. Controls "
-        f"are dashed. Training ends at {task.trained}, the grey vertical line. Dotted: chance, {task.chance:.2f}."
+        f"Accuracy on new strings, by {task.unit}. A line is the mean of all seeds ({seeds}), its shade spans them. "
+        f"Controls are dashed. Training ends at {task.trained} (the grey line). Dotted: chance, {task.chance:.2f}."
     )
     shown = picture(task.title, reading, lambda: accuracy_figure(task, found))
     return Part(shown, ("model", task.unit, "accuracy of each seed", "bound", "verdict"), rows, task.papers)

@@ -2,12 +2,12 @@
 
 With this option SGLang's pool has no state for each token of a draft, but rings. For Kimi Delta Attention they hold the
 inputs of a draft's tokens, which SGLang runs again up to the last accepted one. For Gated DeltaNet they hold what the
-tokens of the last drafts did to the state, in parts of 16 bits. A state there is older than its tokens.
+tokens of the last drafts did to the state, in parts of 16 bits. So a state there lacks its last tokens.
 
-Our records are k, u and the decay in float32 (`flash_delta.ops.serving.Ring`). So `adopt` names the memory of the rings
-anew when a backend is made: the pool gets views of it in our shapes. Half as many tokens fit in rings of 16 bits. From
-then on our ops verify drafts, and `fold` applies the records of accepted tokens to the states of all layers, after
-every draft. No state is old, and nothing reads SGLang's cursors.
+Our records are k, u and the decay in float32 (`flash_delta.ops.serving.Ring`). So `adopt` gives the rings' memory to
+our records when a backend is made: the pool gets views of it in our shapes. Half as many tokens fit in rings of 16
+bits. From then on our ops verify drafts, and `fold` applies the records of accepted tokens to the states of all layers,
+after every draft. So no state lacks a token, and nothing reads SGLang's cursors.
 """
 
 from collections.abc import Callable, Iterator

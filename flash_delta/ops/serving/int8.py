@@ -60,7 +60,7 @@ def quantize_states(
     launch. The host reads no index, so a call can be captured in a CUDA graph.
 
     * s is rounded so that q s is exact: in float32 downwards to 17 bits, in bfloat16 to nearest. Ties of q go to even.
-    * Each number differs from q s by at most s / 2, apart from a part in 2^16 of s.
+    * Each number differs from q s by at most s / 2 + s / 2^16.
     * States that come back to the pool give the same q and s again, bit for bit.
     * If a number is NaN or infinite, all numbers that share its scale come back as NaN. If no number of them is above
       2^-127, all come back as zeros. The least scale apart from 0 is 2^-126.

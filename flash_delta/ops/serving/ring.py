@@ -25,11 +25,11 @@ class Ring(NamedTuple):
     of 128 a record takes 1 to 3 % of the memory of a state in float32.
 
     A call with a ring writes the records of its tokens to the pages ``write``, and no state after a token. There are
-    two ways on:
+    two ways to apply them:
 
-    * :func:`commit` applies records to the states, of all layers at once. Or
-    * the next call does, before its own tokens: it names the pages as ``read``, and how many records were accepted
-      as ``counts``. It writes these states to ``write_indices``. So a row needs two pages, which take turns.
+    * :func:`commit` applies records to the states of all layers at once.
+    * The next call applies them before its own tokens. It names the pages as ``read``, and how many records were
+      accepted as ``counts``. It writes these states to ``write_indices``. So a row needs two pages, which take turns.
 
     Args:
         k: ``[pages, S, H, K]``, float32 (float64 for inputs in float64), without gaps; room for S tokens per page.
