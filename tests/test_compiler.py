@@ -347,13 +347,30 @@ def variants_of_offsets():
 
 def arithmetic(ttgir):
     """Its operations on floating-point numbers in their order, except moves and loads. Sums over several threads come
-    with their layouts, since these decide the order of additions."""
+    with their layouts, since these decide the order of additions. What Triton computes again, in another layout, is
+    left out."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
-    lines = [re.sub(r"%[\w#:.-]+|loc\(.*?\)+|\s+", "", line) for line in ttgir.splitlines()]
+    lines = [re.sub(r"%[\w#:.-]+|loc\(.*?\)+|\s+", "", line) for line in once(ttgir.splitlines())]
     sums = r"^}\):\(tensor"  # the end of a tt.reduce, with its types
     chosen = [line for line in lines if re.search(rf"=(arith\.\w*f\b|math\.|\"tt\.reduce|tt\.extern)|{sums}", line)]
     kept = [lambda name: "", lambda name: layouts[name[0]]]
     return [re.sub(r"#blocked\d*", kept[bool(re.match(sums, line))], line) for line in chosen]
+
+
+def once(lines):
+    """The lines without those that compute what a line before has computed, if only in another layout."""
+    known, same = {}, {}  # the first name of each operation on these operands; other names of a value
+    for line in lines:
+        found = re.match(r"\s*(%[\w.-]+) = ((?:arith|math|tt|ttg)\.\w+) (.*?) : (.*)", line)
+        if found and found[2] != "tt.load":
+            name, operation, operands, types = found.groups()
+            operands = re.sub(r"%[\w.-]+", lambda operand: same.get(operand[0], operand[0]), operands)
+            shapes = re.findall(r"tensor<(\w+)", types)
+            moved = operation == "ttg.convert_layout"
+            same[name] = operands if moved else known.setdefault((operation, operands, *shapes), name)
+            if same[name] != name and operation.startswith(("arith.", "math.")):
+                continue
+        yield line
 
 
 def fused(lines):
