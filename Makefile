@@ -105,7 +105,7 @@ kernels: .venv/installed $(OLDEST_AND_NEWEST)
 
 RELEASE := build/release
 
-release: .venv/installed .venv/twine build/wheels $(lastword $(OLDEST_AND_NEWEST))
+release: .venv/installed .venv/twine/installed build/wheels $(lastword $(OLDEST_AND_NEWEST))
 	rm -rf $(RELEASE) build/clean
 	$(BIN)/python -m hatchling build -t sdist -d $(RELEASE)
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w $(RELEASE) $(RELEASE)/*.tar.gz
@@ -154,9 +154,10 @@ docs-links: .venv/docs
 .venv/triton-%: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ triton==$*
 
-.venv/twine: | .venv/installed
-	$(PYTHON) -m venv $@
-	$@/bin/pip install -q twine==7.0.0
+.venv/twine/installed: | .venv/installed
+	$(PYTHON) -m venv .venv/twine
+	.venv/twine/bin/pip install -q twine==7.0.0
+	touch $@
 
 # It asks for Python 3.12, and what is tested runs on older ones too.
 .venv/megatron: | .venv/installed

@@ -26,6 +26,7 @@ from flash_delta.testing import (
     make_tensors,
     output_gradient,
 )
+from flash_delta.testing import isolated as isolation
 from flash_delta.testing.large import run_workload
 from workshop.bench import Group, Result, changed, changes, digests, runner, select, taking_part
 from workshop.bench.contestants import load
@@ -228,6 +229,10 @@ class Rough:
     def hang(self):
         time.sleep(60)
 
+    def lose_the_gpu(self):
+        isolation._context_is_lost = torch.cuda.is_initialized = lambda: True
+        raise RuntimeError("an illegal memory access")
+
     def cache(self):
         return os.environ["SOME_CACHE_DIR"]
 
@@ -252,6 +257,10 @@ def test_isolation(capfd):
         assert lost.value.log == "illegal instruction, perhaps", "what calls before it printed is not its own"
         assert isolated.call("answer", 2) == 3
         assert isolated.call("cache") != folder
+        with pytest.raises(Refused, match=r"^RuntimeError: an illegal memory access$") as refused:
+            isolated.call("lose_the_gpu")
+        assert refused.value.log.endswith("an illegal memory access")
+        assert isolated.call("answer", 3) == 4, "a new process, since the GPU of the other was lost"
         isolated.timeout_s = 0.2
         with pytest.raises(Lost, match=r"no answer within 0\.2 s"):
             isolated.call("hang")
@@ -537,6 +546,7 @@ def test_the_command_measures_resumes_and_compares(tmp_path):
     (result,) = Group.read(file).results
     assert result.eager_ms.low > 0
     assert result.errors["o"] < 2e-6
+    assert Group.read(file).kernels == {}, "a CPU runs none of them"
     before = file.read_text()
     assert bench(*rows, "--results", tmp_path, "--resume").exit_code == 0
     assert file.read_text() == before, "there was nothing left to measure"
@@ -570,7 +580,7 @@ def test_kernels_that_have_changed_since_are_named(group, tmp_path):
     group.write(tmp_path / "gdn-prefill.json")
     read = Group.read(tmp_path / "gdn-prefill.json")
     assert changed(read) == ["hopper/gone", "hopper/scalar/forward"], "what the forward pass of this rule launches"
-    assert "Since then hopper/gone, hopper/scalar/forward have changed. Of two runs." in _machine(read)
+    assert "Changed since then: hopper/gone, hopper/scalar/forward. Of two runs." in _machine(read)
 
 
 @pytest.mark.parametrize(

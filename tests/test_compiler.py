@@ -361,8 +361,10 @@ def once(lines):
     """The lines without those that compute what a line before has computed, if only in another layout."""
     known, same = {}, {}  # the first name of each operation on these operands; other names of a value
     for line in lines:
+        if re.match(r"\s*}", line) or line.split(" loc(")[0].endswith("{"):
+            known.clear()  # other regions may use the same names
         found = re.match(r"\s*(%[\w.-]+) = ((?:arith|math|tt|ttg)\.\w+) (.*?) : (.*)", line)
-        if found and found[2] != "tt.load":
+        if found and not found[2].endswith("load"):
             name, operation, operands, types = found.groups()
             operands = re.sub(r"%[\w.-]+", lambda operand: same.get(operand[0], operand[0]), operands)
             shapes = re.findall(r"tensor<(\w+)", types)
@@ -371,6 +373,21 @@ def once(lines):
             if same[name] != name and operation.startswith(("arith.", "math.")):
                 continue
         yield line
+
+
+def test_once():
+    """What is computed again in another layout is left out, but not what another region computes with these names."""
+    text = [
+        "%1 = arith.mulf %a, %b : tensor<8xf32, #blocked>",
+        "%2 = ttg.convert_layout %1 : tensor<8xf32, #blocked> -> tensor<8xf32, #blocked1>",
+        "%3 = arith.mulf %a, %b : tensor<8xf32, #blocked1>",
+        "%4 = arith.subf %3, %2 : tensor<8xf32, #blocked1>",
+        "%5 = arith.subf %1, %3 : tensor<8xf32, #blocked>",
+        "%6 = arith.mulf %a, %b : tensor<4xf32, #blocked1>",
+        "scf.if %c {",
+        "%7 = arith.mulf %a, %b : tensor<8xf32, #blocked>",
+    ]
+    assert list(once(text)) == [text[0], text[1], text[3], *text[5:]]
 
 
 def fused(lines):

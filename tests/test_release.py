@@ -95,7 +95,7 @@ def less_in_the_sdist(made):
 
 
 def more_in_the_wheel(made):
-    made.wheel["shared/notes.md"] = ""
+    made.wheel["drafts/notes.md"] = ""
 
 
 def less_in_the_wheel(made):
@@ -127,7 +127,7 @@ def packs_of_one_model(made):
             r"sdist: expected the files that git has, got also \['build/kernels/a.zip'\], and not \[\]",
         ),
         (less_in_the_sdist, r"sdist: .* got also \[\], and not \['LICENSE'\]"),
-        (more_in_the_wheel, r"wheel: .* got also \['shared/notes.md'\], and not \[\]"),
+        (more_in_the_wheel, r"wheel: .* got also \['drafts/notes.md'\], and not \[\]"),
         (less_in_the_wheel, r"wheel: .* got also \[\], and not \['flash_delta/py.typed'\]"),
         (another_version, r"wheel: expected version .*, got 0.0.1"),
         (

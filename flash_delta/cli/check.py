@@ -6,8 +6,11 @@ from typing import Annotated, Any
 import typer
 
 from flash_delta.cli.checking import all_right, same_when_shared
+from flash_delta.cli.environment import calm_threads, require_device
 from flash_delta.cli.files import PATH
 from flash_delta.cli.states import FEWEST, TOKENS, states_fit
+
+WIDEST = 128  # head of a case that is small
 
 
 def check(
@@ -58,6 +61,8 @@ def check(
             right = same_when_shared(device, processes, rounds or 500)
         else:
             _refuse("without --shared", {"rounds": rounds})
+            if not (full or hard or case):  # all other cases are small
+                calm_threads(require_device(device), WIDEST)
             right = all_right(device, full, widths, hard, case, backend, processes, results, resume)
     if not right:
         raise typer.Exit(1)

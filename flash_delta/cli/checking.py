@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from flash_delta.cli.environment import SMALL, calm_threads, require_device
+from flash_delta.cli.environment import require_device
 from flash_delta.cli.files import reading, require_writable
 from flash_delta.cli.tables import Table, show
 
@@ -51,8 +51,6 @@ def all_right(
     from flash_delta.testing.judging import judge, names_of, read, write
 
     where = require_device(device)
-    if not hard:  # all other cases are small
-        calm_threads(where, SMALL)
     jobs = list(_jobs(full, widths, hard, case, where))
     order = {names_of(job): number for number, job in enumerate(jobs)}
     answers: list[Answer] = []

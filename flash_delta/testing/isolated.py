@@ -23,7 +23,7 @@ class Failed(Exception):
 
 
 class Refused(Failed):
-    """The object raised an error. Its process is still alive."""
+    """The object raised an error. Its process lives on, unless the error has made a GPU useless to it."""
 
 
 class Lost(Failed):
@@ -33,6 +33,7 @@ class Lost(Failed):
 class _Answer(NamedTuple):
     value: Any = None
     error: str | None = None
+    ends: bool = False  # whether the error ends the process, too
 
 
 class Isolated:
@@ -69,7 +70,10 @@ class Isolated:
             last = printed.splitlines()[-1][:200] if printed else "it printed nothing"
             raise Lost(f"its process died: {last}", printed) from error
         if answer.error is not None:
-            raise Refused(answer.error, _last_lines(log, before))
+            printed = _last_lines(log, before)
+            if answer.ends:  # so the next call starts another process, and is not lost with this one
+                self.stop()
+            raise Refused(answer.error, printed)
         return answer.value
 
     def stop(self, wait_s: float = 10.0) -> None:
@@ -119,8 +123,9 @@ def _serve(
             connection.send(_Answer(getattr(served, method)(*arguments)))
         except Exception as error:
             traceback.print_exc()
-            connection.send(_Answer(error=first_line(error)))
-            if torch.cuda.is_initialized() and _context_is_lost():
+            ends = torch.cuda.is_initialized() and _context_is_lost()
+            connection.send(_Answer(error=first_line(error), ends=ends))
+            if ends:
                 os._exit(1)
 
 

@@ -55,8 +55,8 @@ row take turns; a time of another run is marked.
 * **KDA gates** rows say what is special about their gates. With `dt_bias = 0` the mean log decay of a token is
   -2.5, so that every channel soon forgets. `unbounded` gates are `-exp(A_log) * softplus(g + dt_bias)`. `log decays`
   are given in float32, without a promise that they are bounded.
-* **Dates** are those of the runs, or of the commit of results from before 23 November 2026. Folders of
-  `flash_delta/kernels` that have changed since are named; older groups have no record of them."""
+* **Dates** are those of the runs, or of the commit of results from before 23 November 2026. The folders of
+  what a GPU runs (`flash_delta/kernels` without `runtime`) are named if they have changed since, and if it is known."""
 
 TITLES = {
     "gdn-prefill": "Gated DeltaNet, forward with states in and out",
@@ -215,7 +215,7 @@ def _machine(group: Group) -> str:
         facts.append(
             f"copy {c.measured_bytes_per_s / 1e12:.2f} TB/s, bfloat16 {c.measured_flops_per_s / 1e12:.0f} TFLOP/s"
         )
-    stale = f" Since then {', '.join(since)} have changed." if (since := changed(group)) else ""
+    stale = f" Changed since then: {', '.join(since)}." if (since := changed(group)) else ""
     return f"{', '.join(facts)}. Measured {speed.dates([group])}.{stale} {group.remark}".rstrip()
 
 

@@ -155,8 +155,8 @@ def _digest(folder: Path) -> str:
 
 def changed(group: Group) -> list[str]:
     """The folders of kernels that this group measured and that differ now. None of a group that kept no digests."""
-    before, now = group.kernels, digests()
-    differ = (name for name in sorted(before.keys() | now.keys()) if before and before.get(name) != now.get(name))
+    before, now = group.kernels, digests() if group.kernels else {}
+    differ = (name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name))
     return [name for name in differ if any(is_used(name, result.workload) for result in group.results)]
 
 

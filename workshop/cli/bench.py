@@ -64,7 +64,8 @@ def bench(
     rates = ceilings(where) if where.type == "cuda" else None
     slower = False
     for name, workloads in chosen.items():
-        group, path = Group(name, machine(where), taking_part(name, installed), rates, kernels=digests()), paths[name]
+        kernels = digests() if where.type == "cuda" else {}  # a CPU runs none of them
+        group, path = Group(name, machine(where), taking_part(name, installed), rates, kernels=kernels), paths[name]
         if name in resumed:
             group = _resumed(resumed[name], group)
             workloads = group.missing(workloads)

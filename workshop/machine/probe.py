@@ -26,7 +26,7 @@ class Probe:
         facts |= machine(self.device)
         if self.device.type == "cuda":
             of_gpu = torch.cuda.get_device_properties(self.device)
-            facts |= {"hip": str(torch.version.hip), "chip": target_of(self.device)}
+            facts |= {"chip": target_of(self.device)} | ({"hip": torch.version.hip} if torch.version.hip else {})
             facts |= {name: getattr(of_gpu, name) for name in PROPERTIES if hasattr(of_gpu, name)}  # of newer torch
         return facts
 

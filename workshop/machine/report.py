@@ -1,9 +1,12 @@
 """A report of a machine as a file: versions, hardware, the check, times, and what failed."""
 
+import getpass
 import json
 import platform
 import re
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,14 @@ from workshop.bench import Group, Result
 
 PARTS = ("machine", "backends", "failures", "check", "bench")
 NAME = r"""[^\s/\\"'`:,;()\[\]{}<>|=]+"""
-# Absolute paths, also where a compiler's option has one (-I/usr/include), but not the quotient of two numbers.
-PATHS = re.compile(rf"(?:(?<![\w./])|(?<=-[ILB]))~?(?:/{NAME}){{2,}}/?|\b[A-Za-z]:(?:\\{NAME})+")
+# Paths from a root, a home or a folder above, also behind an option (-I/usr), an address (file:///usr) or the \n of a
+# quoted text. Not paths below the folder of work, quotients of numbers (16/32) and addresses of the web.
+PATHS = re.compile(
+    r"(?:file://|(?<![\w./\])~])|(?<=\\[nrt])|(?<=\s-[a-zA-Z])|(?<=-isystem))"
+    rf"(?:~{NAME}|~|\.\.(?:/\.\.)*)?(?:/{NAME})+/?|\b[A-Za-z]:(?:[\\/]+{NAME})+"
+)
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
+SOURCES = r"\.(?:pyx?|so[\d.]*|c|cc|cpp|h|cuh?|ptx|cubin|o|json|\w*ir|hsaco|amdgcn)$"  # their names stay
 
 
 @dataclass
@@ -69,20 +78,31 @@ def name_of(result: Result) -> str:
 
 
 def without_names(value: Any) -> Any:
-    """The value without paths, of which the name of a file remains, and without the name of this host."""
+    """The value without paths, of which the name of a source remains, and without the names of user and host."""
     if isinstance(value, dict):
         return {name: without_names(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
         return [without_names(v) for v in value]
     if not isinstance(value, str):
         return value
-    text, host = PATHS.sub(_file_name, value), platform.node()
-    return re.sub(rf"\b{re.escape(host)}\b", "(host)", text) if host else text
+    text, home = COLOURS.sub("", value), str(Path.home())
+    text = PATHS.sub(_file_name, text.replace(home, "/home") if len(home) > 1 else text)
+    for name in sorted(_private(), key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "(name)", text, flags=re.IGNORECASE)
+    return text
+
+
+def _private() -> set[str]:
+    """The names of this host and user, except those that say nothing."""
+    found = {platform.node(), platform.node().split(".")[0], socket.getfqdn(), Path.home().name}
+    with suppress(KeyError, OSError):  # a user without a name
+        found.add(getpass.getuser())
+    return {name for name in found if len(name) > 1} - {"localhost", "root"}
 
 
 def _file_name(path: re.Match) -> str:
     last = re.split(r"[/\\]", path[0].rstrip("/\\"))[-1]
-    return f"(path)/{last}" if re.search(r"\.\w+$", last) else "(path)"
+    return f"(path)/{last}" if re.search(SOURCES, last) else "(path)"
 
 
 def _lines(part: Any) -> str:

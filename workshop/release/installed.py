@@ -19,7 +19,7 @@ def require_installed(environment: Path, readme: str) -> None:
     """Checks an environment in which only the wheels were installed: where they are, the README's first example, and
     the command."""
     python, command = (environment.absolute() / "bin" / name for name in ("python", "flash-delta"))
-    for place in run(python, "-c", WHERE).split():
+    for place in run(python, "-c", WHERE).splitlines():
         if not Path(place).resolve().is_relative_to(environment.resolve()):
             raise ValueError(f"environment: expected the wheels in {environment}, got {place}")
     run(python, "-c", first_example(readme))
