@@ -67,12 +67,12 @@ def test_a_claim_covers_its_own_numbers_only():
     (left,) = without_source("README.md", text, [claim])
     assert "3x as slow" in left
     assert with_numbers(text, claim, ["2.0"]) == "It is 2.0x\nas fast. It is 3x as slow."
-    with pytest.raises(ValueError, match=re.escape("README.md: expected these words once, found them 0 times")):
+    with pytest.raises(ValueError, match=re.escape("README.md: expected these words once, got them 0 times")):
         with_numbers("It is fast.", claim, ["2.0"])
     with pytest.raises(ValueError, match="zip"):
         with_numbers(text, claim, ["2.0", "3.0"])
 
 
 def test_readme_keeps_the_marks_of_its_tables():
-    with pytest.raises(ValueError, match="expected the marks of the table 'my model' once, found them 0 times"):
+    with pytest.raises(ValueError, match="marks: expected those of the table 'my model' once, got them 0 times"):
         with_tables("# flash_delta\n", Results(RESULTS))

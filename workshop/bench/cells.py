@@ -34,5 +34,5 @@ def between_marks(text: str, name: str, new: Iterable[str]) -> str:
     lines = "".join(f"{line}\n" for line in new)
     text, found = re.subn(f"(?<={begin}).*?(?={end})", lambda _: lines, text, flags=re.DOTALL)
     if found != 1:
-        raise ValueError(f"expected the marks of the table {name!r} once, found them {found} times")
+        raise ValueError(f"marks: expected those of the table {name!r} once, got them {found} times")
     return text

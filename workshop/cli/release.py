@@ -20,12 +20,11 @@ def release(
     `make release` builds the files and the environment. Nothing is uploaded. Run it in a checkout without changes.
     """
     require_modules([])
-    import workshop
     from flash_delta import __version__
     from workshop.release.files import KERNELS, SDIST, WHEEL, only_file, require_files
     from workshop.release.installed import require_installed
 
-    root = Path(workshop.__file__).parent.parent
+    root = Path(__file__).parents[2]  # of this checkout
     require_files(folder, root)
     require_installed(environment, (root / "README.md").read_text())
     files = [only_file(folder, pattern) for pattern in (SDIST, WHEEL, KERNELS)]

@@ -55,7 +55,7 @@ def with_numbers(text: str, claim: Claim, numbers: Sequence[str]) -> str:
     """The text with these numbers in the claim's words. Lines are broken where they were."""
     found = list(pattern(claim.words).finditer(text))
     if len(found) != 1:
-        raise ValueError(f"{claim.page}: expected these words once, found them {len(found)} times: {claim.words}")
+        raise ValueError(f"{claim.page}: expected these words once, got them {len(found)} times: {claim.words}")
     places = [found[0].span(i) for i in range(1, claim.words.count(HOLE) + 1)]
     for (start, end), number in reversed(list(zip(places, numbers, strict=True))):
         text = text[:start] + number + text[end:]
