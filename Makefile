@@ -142,7 +142,7 @@ docs-links: .venv/docs
 .venv/installed: pyproject.toml workshop/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	nvidia-smi > /dev/null 2>&1 || $(BIN)/pip config list | grep -q index || \
-	  $(BIN)/pip install -q --no-deps --retries 1 -c constraints.txt --index-url https://download.pytorch.org/whl/cpu torch || \
+	  $(BIN)/pip install -q --no-deps --retries 1 --timeout 15 -c constraints.txt --index-url https://download.pytorch.org/whl/cpu torch || \
 	  echo "no answer from PyTorch's index, so torch comes from PyPI"
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' -e workshop
 	touch $@
