@@ -10,7 +10,7 @@ from flash_delta.cli.environment import calm_threads, require_device
 from flash_delta.cli.files import PATH
 from flash_delta.cli.states import FEWEST, TOKENS, states_fit
 
-WIDEST = 128  # head of a case that is small
+WIDEST = 128  # the widest head of the small cases
 
 
 def check(

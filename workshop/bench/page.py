@@ -55,8 +55,8 @@ row take turns; a time of another run is marked.
 * **KDA gates** rows say what is special about their gates. With `dt_bias = 0` the mean log decay of a token is
   -2.5, so that every channel soon forgets. `unbounded` gates are `-exp(A_log) * softplus(g + dt_bias)`. `log decays`
   are given in float32, without a promise that they are bounded.
-* **Dates** are those of the runs, or of the commit of results from before 23 November 2026. The folders of
-  what a GPU runs (`flash_delta/kernels` without `runtime`) are named if they have changed since, and if it is known."""
+* **Dates** are those of the runs, or of the commit of results from before 23 November 2026. If a
+  group's results say of which kernels they are, the folders of these that have changed since are named."""
 
 TITLES = {
     "gdn-prefill": "Gated DeltaNet, forward with states in and out",
@@ -128,7 +128,7 @@ class _Chart(NamedTuple):
     def svg(self, scheme: str) -> str:
         return speed.chart(self.groups, scheme)
 
-    def table(self) -> tables.Table:
+    def table(self) -> Table:
         return speed.summary(speed.kinds(self.groups))
 
     def picture(self) -> Picture:
