@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import typer
@@ -22,7 +23,9 @@ def parity(
         str, typer.Option(help="Separated by commas; the first is the truth.")
     ] = "torch,flash_delta,fla",
     seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1,2",
-    mixer: Annotated[str, typer.Option(help="gdn, kda.")] = "gdn",
+    mixers: Annotated[
+        str, typer.Option(help="gdn or kda, also with attention (gdn,gdn,gdn,attention); layers repeat them.")
+    ] = "gdn",
     steps: Annotated[int, typer.Option(help="Of each run.", min=20)] = 2000,
     layers: Annotated[int, typer.Option(help="Of the model.", **COUNT)] = 4,
     heads: Annotated[int, typer.Option(help="Per layer.", **COUNT)] = 4,
@@ -30,6 +33,7 @@ def parity(
     batch_size: Annotated[int, typer.Option(help="Windows per step.", **COUNT)] = 8,
     seq_len: Annotated[int, typer.Option(help="Tokens per window.", min=2)] = 512,
     paths: Annotated[list[Path] | None, typer.Option(help="Texts; none: Python's own library.", **PATH)] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile blocks by torch.compile.")] = False,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cuda",
 ) -> None:
     """Train a small model once per contestant and seed, on the same windows, and compare the losses; exit code 1 if a
@@ -39,13 +43,16 @@ def parity(
     verdict is in OUT/parity.json.
     """
     from flash_delta.training import Corpus, Settings
-    from workshop.parity.runs import CONTESTANTS, FLA, file_of, require_same, train
+    from workshop.parity.runs import ATTENTION, CONTESTANTS, FLA, file_of, require_same, train
     from workshop.parity.verdict import verdict
 
     names, numbers, where = contestants.split(","), [int(seed) for seed in seeds.split(",")], require_device(device)
-    for option, given, known in (("contestants", names, CONTESTANTS), ("mixer", [mixer], FLA)):
+    kinds = mixers.split(",")
+    for option, given, known in (("contestants", names, CONTESTANTS), ("mixers", kinds, (*FLA, ATTENTION))):
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"{option}: expected among {', '.join(known)}, got {', '.join(unknown)}")
+    if len({*kinds} - {ATTENTION}) != 1:
+        raise ValueError(f"mixers: expected {' or '.join(FLA)} once, beside attention at most, got {mixers}")
     texts = tuple(str(path.absolute()) for path in paths or ())
     sizes = {"layers": layers, "hidden_size": heads * head_dim, "heads": heads, "head_dim": head_dim}
     shape = {"steps": steps, "checkpoint_every": steps, "batch_size": batch_size, "seq_len": seq_len, "lr": 1e-3}
@@ -55,11 +62,11 @@ def parity(
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
         for seed in numbers:
-            file, settings = file_of(out, name, seed), Settings(paths=texts, mixers=mixer, seed=seed, **sizes, **shape)
+            file, settings = file_of(out, name, seed), Settings(paths=texts, mixers=mixers, seed=seed, **sizes, **shape)
             if file.exists():
-                require_same(file, name, settings, corpus, where)
+                require_same(file, name, settings, corpus, where, compile)
             else:
-                file.write_text(json.dumps(train(name, settings, corpus, where)))
+                file.write_text(json.dumps(train(name, settings, corpus, where, compile)))
     records = {name: [json.loads(file_of(out, name, seed).read_text()) for seed in numbers] for name in names}
     found = verdict(records)
     (out / "parity.json").write_text(json.dumps(found, indent=1))
@@ -77,4 +84,6 @@ def _table(found: dict) -> Table:
     for pair in found["pairs"]:
         apart, right = pair["difference"], "yes" if pair["right"] else "no"
         table.add_row(" and ".join(pair["contestants"]), f"{apart['training']:.4f}", f"{apart['held_out']:.4f}", right)
+    speeds = (f"{name} {median(of_seeds):,.0f}" for name, of_seeds in found["tokens_per_second"].items())
+    table.caption = f"tokens per second: {', '.join(speeds)}"
     return table

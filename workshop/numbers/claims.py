@@ -1,14 +1,13 @@
 """What README and guide say about measurements, and how each number follows from the results."""
 
 from collections.abc import Callable
-from statistics import median
 from typing import NamedTuple
 
 from flash_delta.cli.prove import QUICK
 from workshop.bench import speed
 from workshop.bench.floor import floor
 from workshop.bench.page import of_gpus, read_groups
-from workshop.numbers import vllm
+from workshop.numbers import scale, vllm
 from workshop.numbers.sources import H100, H200, Results, at_most, ends, two_digits
 
 README, TRAINING = "README.md", "docs/guide/training.md"
@@ -59,13 +58,6 @@ def copy_rate(results: Results) -> tuple[str, str]:
             if r.contestant == "flash_delta" and w.N >= 64 and w.state_dtype == "float32":
                 shares.append(1e5 * floor(w).bytes / group.ceilings.measured_bytes_per_s / r.ms.median)
     return ends(shares, 0)
-
-
-def trained_350m(results: Results) -> tuple[str, str]:
-    """Medians of the steps from the fourth on: the first compiles. The last entry is a summary of the run."""
-    steps = [step for step in results.json(f"{H200}/train-350m.json")["log_history"] if step.get("mfu")][3:]
-    rate = median(step["tokens_per_second"] for step in steps)
-    return f"{100 * median(step['mfu'] for step in steps):.1f}", f"{round(rate, -3):,.0f}"
 
 
 def short_step(results: Results) -> tuple[str, str]:
@@ -119,13 +111,22 @@ CLAIMS = [
         lambda results: forward_and_training_on_a_cpu(results, 8192),
     ),
     Claim(README, "Decoding is {}x to {}x as fast for one row, and {}x to {}x for 32", decoding_on_a_cpu),
-    Claim(README, "trains at {} % of an H200's peak arithmetic, {} tokens per second", trained_350m),
+    Claim(README, "trains at {} % of an H200's peak arithmetic, {} tokens per second", scale.trained_350m),
     Claim(
         README,
         "in {} of {} rows of GDN drafts and {} of {} rows of prompts on pools, and in {} of {} rows of the groups",
         peers_ahead,
     ),
-    Claim(TRAINING, "reached {} % on one H200, {} tokens per second", trained_350m),
+    Claim(
+        README, "{} % of twice one card with data parallelism, {} % with FSDP2 and {} % with rows", scale.on_two_cards
+    ),
+    Claim(TRAINING, "reached {} % on one H200, {} tokens per second", scale.trained_350m),
+    Claim(
+        TRAINING,
+        "Data parallelism does {} % of this, and FSDP2 {} %. Context parallelism with rows of 131,072 tokens does {} %",
+        scale.on_two_cards,
+    ),
+    Claim(TRAINING, "then took {} minutes: {} tokens per second, {} bits per byte", scale.trained_on_300m_tokens),
     Claim(TRAINING, "takes {} ms of GPU time, and {} ms eager", short_step),
     Claim(
         TRAINING,

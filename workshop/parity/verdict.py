@@ -39,7 +39,8 @@ def verdict(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     run = {name: records[first][0][name] for name in ("settings", "device", "versions")}
     seeds = [record["settings"]["seed"] for record in records[first]]
     found = {"spread_of": first, "spread": spread, "pairs": pairs, "right": all(pair["right"] for pair in pairs)}
-    return found | {"seeds": seeds, "first_run": run}
+    speeds = {name: [run["tokens_per_second"] for run in runs] for name, runs in records.items()}
+    return found | {"seeds": seeds, "tokens_per_second": speeds, "first_run": run}
 
 
 def _parts(losses: list[float]) -> list[float]:
