@@ -271,6 +271,11 @@ def test_compiled_blocks_cannot_be_split(corpus, tmp_path):
         make(tmp_path, corpus, layout=Layout(context_parallel=2, compile=True))
 
 
+def test_a_whole_row_has_no_heads_and_tails(corpus, tmp_path):
+    with pytest.raises(ValueError, match="head_tail: expected False with context_parallel = 1"):
+        make(tmp_path, corpus, layout=Layout(head_tail=True))
+
+
 def test_a_step_takes_the_time_of_its_batch(corpus, tmp_path, monkeypatch):
     """And that of its device, for which ranks wait when they tell each other whether to stop. Evaluations and
     checkpoints are no part of it."""

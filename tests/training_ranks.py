@@ -22,7 +22,11 @@ RUNS = {  # number of ranks -> run -> what it computes, how ranks share it
         ),
         "bfloat16": ({"dtype": "bfloat16"}, Layout()),
     },
-    4: {"mesh": ({"packed": True, "batch_size": 8}, Layout(context_parallel=2, accumulate=2))},
+    4: {
+        "mesh": ({"packed": True, "batch_size": 8}, Layout(context_parallel=2, accumulate=2)),
+        "four share a row": ({"packed": True}, Layout(context_parallel=4)),
+        "heads and tails": ({"packed": True}, Layout(context_parallel=4, head_tail=True)),
+    },
 }
 MIXERS = ["gdn", "kda", "attention"]
 SIZES = {"hidden_size": 16, "num_heads": 1, "num_v_heads": 2, "head_dim": 8, "num_attention_heads": 2}

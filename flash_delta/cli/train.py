@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Options that are allowed beside --resume. They say how and where to compute, how far and how fast.
 FREE_TO_CHANGE = {"out", "resume", "keep", "device", "context_parallel", "shard", "accumulate"}
-FREE_TO_CHANGE |= {"activation_checkpointing", "compile", "report_to", "steps", "lr"}
+FREE_TO_CHANGE |= {"activation_checkpointing", "compile", "head_tail", "report_to", "steps", "lr"}
 COUNT = {"min": 1, "max": 99_999_999}
 
 
@@ -49,6 +49,9 @@ def train(
     dtype: Annotated[str, typer.Option(help="Of products: float32, bfloat16.")] = "float32",
     packed: Annotated[bool, typer.Option("--packed", help="A file begins anew inside a window.")] = False,
     context_parallel: Annotated[int, typer.Option(help="Ranks that share every window's tokens.", **COUNT)] = 1,
+    head_tail: Annotated[
+        bool, typer.Option("--head-tail", help="Ranks that share a window have parts of its beginning and of its end.")
+    ] = False,
     shard: Annotated[int, typer.Option(help="GPUs that share one copy of the parameters (FSDP2).", **COUNT)] = 1,
     accumulate: Annotated[int, typer.Option(help="Passes per step, one after the other.", **COUNT)] = 1,
     activation_checkpointing: Annotated[
@@ -73,7 +76,8 @@ def train(
     options = {"use_cpu": where.type == "cpu", "save_total_limit": keep, "report_to": _loggers(report_to)}
     if ":" in device:
         raise ValueError(f"device: expected cpu or cuda (CUDA_VISIBLE_DEVICES chooses one), got {device!r}")
-    given, layout = _given(ctx), Layout(context_parallel, shard, accumulate, activation_checkpointing, compile)
+    given = _given(ctx)
+    layout = Layout(context_parallel, shard, accumulate, activation_checkpointing, compile, head_tail)
     if shard > 1 and where.type == "cpu":
         raise ValueError(f"shard: expected 1 on {where}, where accelerate has no FSDP2, got {shard}")
     settings = _settings(ctx.params, given, out if resume else None)

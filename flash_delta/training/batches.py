@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from flash_delta.parallel import ContextParallel
+from flash_delta.parallel import ContextParallel, head_tail
 
 IGNORED = -100  # no target; the default of cross_entropy
 
@@ -56,6 +56,7 @@ class Collator:
 
     packed: bool
     sharers: DeviceMesh | None = None  # the ranks that share the row's tokens; None: this rank has all of them
+    head_tail: bool = False  # how they do: `head_tail` of the whole row, or a contiguous run each
 
     def __call__(self, windows: list[dict[str, Tensor]]) -> dict[str, Any]:
         tokens, targets, begins = (torch.stack([w[name] for w in windows]) for name in ("tokens", "targets", "begins"))
@@ -66,7 +67,8 @@ class Collator:
             if self.sharers is None:
                 where["cu_seqlens"] = torch.tensor(bounds)
             else:
-                where["cp_context"] = context = ContextParallel(self.sharers, bounds)
+                fragments = head_tail([0, bounds[-1]], self.sharers.size()) if self.head_tail else None
+                where["cp_context"] = context = ContextParallel(self.sharers, bounds, fragments=fragments)
                 tokens, targets = context.shard(tokens), context.shard(targets)
         return {"input_ids": tokens, "labels": F.pad(targets, (1, 0), value=IGNORED), **where}
 

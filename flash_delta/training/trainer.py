@@ -68,6 +68,8 @@ class RunTrainer(Trainer):
         require_length(corpus, settings.seq_len)
         if layout.compile and layout.context_parallel > 1:
             raise ValueError("compile: expected False with context_parallel > 1, as no compiler sees splits, got True")
+        if layout.head_tail and layout.context_parallel == 1:
+            raise ValueError("head_tail: expected False with context_parallel = 1, which has one part, got True")
         size = int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
         _require_divisors(size, context_parallel=layout.context_parallel, shard=layout.shard)
         ranks = size // layout.context_parallel  # those that have rows of their own
@@ -90,7 +92,7 @@ class RunTrainer(Trainer):
         super().__init__(
             model,
             args,
-            Collator(settings.packed, sharers),
+            Collator(settings.packed, sharers, layout.head_tail),
             Windows(*text, start=training, count=settings.steps * settings.batch_size, **place),
             Windows(corpus.held_out, held_out, start=evaluation.__getitem__, count=len(evaluation), **place),
             tokenizer,
