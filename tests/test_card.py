@@ -1,11 +1,14 @@
 """The model card of a run says what the run was, and its code loads the model."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import transformers.trainer
 from test_cli import TINY, flash
+from test_training import make
 
-from flash_delta.training import load_model, read_history, read_run, require_checkpoint
+from flash_delta.training import Corpus, load_model, read_history, read_run, require_checkpoint
 
 
 @pytest.fixture
@@ -51,6 +54,24 @@ def test_a_resumed_run_has_a_new_card(text, tmp_path):
     found = rows((run / "README.md").read_text())
     assert found["steps done"] == found["steps"] == str(steps + 1)
     assert f"this model after step {steps + 1}" in found
+
+
+def test_the_card_that_is_uploaded_is_the_run_s_own(tmp_path, monkeypatch):
+    """`push_to_hub` of transformers asks the trainer for a card, under the name of the repository."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    run = make(tmp_path / "run", Corpus.read([tmp_path / "text.txt"]), steps=2, seq_len=32)
+    run.train()
+    run.hub_model_id, uploaded = "me/fox", []
+    hub = SimpleNamespace(upload_folder=lambda **folder: uploaded.append(folder["folder_path"]))
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub, raising=False)
+    monkeypatch.setattr(transformers.trainer, "upload_folder", hub.upload_folder, raising=False)
+    run.push_to_hub(model_name="fox")
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert [str(folder) for folder in uploaded] == [str(tmp_path / "run")]
+    assert "\n# fox\n\nA language model of " in card
+    assert rows(card)["steps done"] == "2"
+    with pytest.raises(ValueError, match="license: expected nothing, as a run's card has facts of the run"):
+        run.push_to_hub(license="mit")
 
 
 def test_a_page_of_another_kind_stays(text, tmp_path):

@@ -159,7 +159,6 @@ def _run(trainer: "RunTrainer", out: Path, resume: bool) -> None:
     from transformers import PrinterCallback
 
     from flash_delta.training import latest_checkpoint
-    from flash_delta.training.card import write_card
     from flash_delta.training.progress import Bar, Lines
 
     console = Console(quiet=not trainer.is_world_process_zero())
@@ -176,7 +175,7 @@ def _run(trainer: "RunTrainer", out: Path, resume: bool) -> None:
     else:
         console.print(_result(trainer, out))
     if trainer.is_world_process_zero():
-        write_card(out, trainer.model, trainer.settings, trainer.corpus, trainer.state)
+        trainer.create_model_card()
     trainer.accelerator.end_training()
 
 

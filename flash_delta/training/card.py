@@ -52,9 +52,14 @@ def require_no_other_page(folder: Path) -> None:
 
 
 def write_card(
-    folder: str | Path, model: PreTrainedModel, settings: Settings, corpus: Summary, state: TrainerState
+    folder: str | Path,
+    model: PreTrainedModel,
+    settings: Settings,
+    corpus: Summary,
+    state: TrainerState,
+    name: str | None = None,
 ) -> None:
-    """Writes the card of a run anew. The card does not name the paths of the text."""
+    """Writes the card of a run anew. The card does not name the paths of the text. ``name``: None: the folder's."""
     text = {} if settings.paths else {"source": corpus.name}
     text |= {"files": f"{corpus.files:,}", "SHA-256": f"`{corpus.digest}`"}
     text |= {"bytes to train on": f"{corpus.train_bytes:,}", "bytes held out": f"{corpus.held_out_bytes:,}"}
@@ -67,6 +72,6 @@ def write_card(
     results["byte frequencies alone (order-0 entropy)"] = f"{corpus.entropy:.3f}"
     tables = {"text": text, "training": training, "results": results}
     facts = {name: "\n".join(f"| {what} | {value} |" for what, value in rows.items()) for name, rows in tables.items()}
-    facts |= {"name": Path(folder).resolve().name, "mixers": ", ".join(dict.fromkeys(model.config.mixers))}
+    facts |= {"name": name or Path(folder).resolve().name, "mixers": ", ".join(dict.fromkeys(model.config.mixers))}
     card = HEAD + CARD.format(parameters=model.num_parameters(), **facts)
     Path(folder, FILE).write_text(card, encoding="utf-8")

@@ -32,6 +32,7 @@ from transformers import (
 
 from flash_delta.models import parameter_groups
 from flash_delta.training.batches import Collator, Windows, mean_of_nats, sum_of_nats
+from flash_delta.training.card import write_card
 from flash_delta.training.corpus import Corpus, evaluation_starts, require_length, training_starts
 from flash_delta.training.flops import share_of_peak
 from flash_delta.training.settings import Layout, Settings
@@ -125,6 +126,12 @@ class RunTrainer(Trainer):
         elif "eval_loss" in logs and self.args.device.type == "cuda":
             logs["eval_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         super().log(logs, start_time)
+
+    def create_model_card(self, model_name: str | None = None, **facts: Any) -> None:
+        """Writes the card of this run, which `push_to_hub` uploads. It takes no other facts than those of the run."""
+        if facts:
+            raise ValueError(f"{', '.join(facts)}: expected nothing, as a run's card has facts of the run, got values")
+        write_card(self.args.output_dir, self.model, self.settings, self.corpus, self.state, model_name)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple:
         """The sum of nats and the number of targets, in place of logits and labels, for a mean over all targets."""
