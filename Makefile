@@ -1,5 +1,5 @@
-# make demo   on the CPU, under five minutes on two cores: trains a small hybrid model, lets it write and reports on it; shows what
-#             negative eigenvalues are for; times layers beside transformers' own code
+# make demo   on the CPU, five minutes on two cores once it is set up: checks, trains a small hybrid model, lets it write and
+#             reports on it; shows what negative eigenvalues are for; times layers beside transformers' own code
 # make test   style and tests
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
