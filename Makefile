@@ -1,5 +1,5 @@
-# make demo   on the CPU, under five minutes on two cores: trains a small hybrid model, lets it write and reports on it; shows what
-#             negative eigenvalues are for; times layers beside transformers' own code
+# make demo   on the CPU, five minutes on two cores once it is set up: checks, trains a small hybrid model, lets it write and
+#             reports on it; shows what negative eigenvalues are for; times layers beside transformers' own code
 # make test   style and tests
 # make test-all the same with the tests that take long
 # make triton every kernel by the oldest and the newest Triton that are supported: compiled, for all targets or those in
@@ -92,7 +92,7 @@ engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/mega
 	  done; done
 	PYTHONPATH=.venv/sglang:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_sglang.py tests/engines/test_sglang_drafts.py tests/engines/test_sglang_checkpoints.py
 	PYTHONPATH=.venv/kernels:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_hub_kernels.py
-	PYTHONPATH=.venv/lm-eval:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_lm_eval.py tests/test_guide.py -k "lm_eval or evaluating"
+	PYTHONPATH=$(CURDIR)/.venv/lm-eval:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_lm_eval.py tests/test_guide.py -k "lm_eval or evaluating"
 
 hub:
 	$(PYTHON) hub/build.py build/hub

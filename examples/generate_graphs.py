@@ -3,7 +3,7 @@
     python examples/generate_graphs.py --device cuda --dtype bfloat16 --hidden-size 1024 --layers 12
     python examples/generate_graphs.py                    on a CPU: the same loop without a graph
 
-An eager step takes up to 1 ms of host time per layer, most of it in transformers' Python. A graph is one launch.
+An eager step takes some 1 ms of host time per layer, most of it in transformers' Python. A graph is one launch.
 All that it reads and writes has to stay where it was: transformers' `StaticCache` writes keys, values and both states
 of linear attention in place, and the token, its position and the cache's length are tensors. The attention mask is made
 from the position, so that no code of transformers reads a tensor on the host.

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import forks
 import pytest
@@ -19,6 +20,7 @@ from flash_delta.cli.environment import THREADS, calm_threads
 from flash_delta.training import read_history, read_run
 from workshop.cli.app import app as dev_app
 
+README = (Path(__file__).parent.parent / "README.md").read_text()
 TINY = "--mixers gdn,kda --layers 2 --hidden-size 32 --heads 2 --head-dim 16 --steps 4 --batch-size 2 --seq-len 32"
 
 # Makes a library missing in a Python that has it.
@@ -202,8 +204,8 @@ def test_help_needs_no_transformers_and_no_matplotlib():
 def test_without_its_libraries_two_commands_run_and_others_say_what_to_install(missing, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(missing=missing))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    commands = ("train", "info", "check --case one-token", "check --case nope")
-    train, info, check, wrong = run_each(*(["-m", "flash_delta", *c.split()] for c in commands), env=environment)
+    commands = ("train", "info", "check --case one-token", "check --case nope", "check --help")
+    train, info, check, wrong, usage = run_each(*(["-m", "flash_delta", *c.split()] for c in commands), env=environment)
     assert train.returncode == 2
     words = f"{missing} is missing, which all other commands need: pip install 'flash-delta[train]' brings it"
     assert train.stderr.strip() == f"flash-delta: {words}"
@@ -212,6 +214,8 @@ def test_without_its_libraries_two_commands_run_and_others_say_what_to_install(m
     assert re.search(r"(\d+) of \1 tensors are right", check.stdout)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: case: expected one of ragged, ")
+    said = re.search(r"`check` with (.*?)\. All else", README, re.DOTALL)[1]
+    assert {*re.findall("--[a-z]+", said), "--help"} == {*re.findall("--[a-z]+", usage.stdout)}
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,13 @@ def test_ops_of_several_names(x):
     assert_close([o], flash_delta.chunk_simple_gla(**take(linear, "initial_state"))[:1])
 
 
+def test_the_page_names_all_functions_that_are_flash_deltas_own():
+    names = [name for (name,), _ in table("Ops", "function")]
+    own = {name for name in names if named("Ops", name) is vars(flash_delta).get(name)}
+    sentence = re.search(r"These are the functions of `flash_delta` themselves: ([^.]*)\.", SECTIONS["Ops"])[1]
+    assert set(re.findall(r"`(\w+)`", sentence)) == own
+
+
 def test_naive_references(x):
     gdn = take(x, "p")
     expected = flash_delta.chunk_gated_delta_rule(**gdn)

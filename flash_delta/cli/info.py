@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def info() -> None:
-    """Show versions, devices, and which backend each op takes here and why."""
+    """Show versions, devices, and which backend runs Gated DeltaNet and Kimi Delta Attention here and why."""
     import torch
 
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
@@ -74,7 +74,7 @@ def _backends(devices: list["torch.device"]) -> Table:
 
 
 def backends(device: "torch.device") -> Iterator[tuple[str, str, dict[str, str]]]:
-    """The backend of each op for one head of width 128 in bfloat16, as models have, and a reason for each backend."""
+    """Yields two ops, with a head of width 128 in bfloat16 as models have: name, backend, a reason for each backend."""
     import torch
 
     import flash_delta

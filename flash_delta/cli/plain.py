@@ -14,7 +14,7 @@ def main(missing: str) -> None:
     parser = argparse.ArgumentParser("flash-delta", epilog=more)
     parser.add_argument("--version", action="version", version=f"flash-delta {flash_delta.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | check")
-    commands.add_parser("info", help="show versions, devices, and which backend each op takes here and why")
+    commands.add_parser("info", help="show versions, devices, and which backend runs two ops here and why")
     check = commands.add_parser("check", help="compare every op and gradient with the float64 reference, here")
     check.add_argument("--device", default="cpu", help="where to run: cpu, cuda, ...")
     check.add_argument("--full", action="store_true", help="all named cases")

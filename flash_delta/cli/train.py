@@ -64,7 +64,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its own settings.")] = False,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda.")] = "cpu",
 ) -> None:
-    """Train a language model, on all ranks of torchrun if it is there; --out gets checkpoints and curves.
+    """Train a language model, on all ranks of torchrun if it is there; --out gets checkpoints and a model card.
 
     transformers' Trainer does it. Ctrl-C and SIGTERM end it after the step that it is in, with a checkpoint. A small
     model takes one thread of the CPU, unless OMP_NUM_THREADS says otherwise.

@@ -31,7 +31,7 @@ class Probe:
         return facts
 
     def backends(self) -> dict[str, dict]:
-        """The backend that each op takes here, and what is said of every backend."""
+        """The backend that two ops take here, and what is said of every backend."""
         return {op: {"backend": backend, "reasons": reasons} for op, backend, reasons in backends(self.device)}
 
     def ceilings(self) -> Ceilings | None:

@@ -3,7 +3,7 @@
 Every process of vLLM calls `register` (entry point ``vllm.general_plugins``). It replaces the methods of vLLM's layer
 classes that run a layer between its projections: short convolution, norms, gates, the rule, and the output norm. For
 decoding rows and for drafts these take three launches. The ops use vLLM's own tensors: its caches, its tables of
-blocks, its buffer for the output. Tokens are gathered only if a batch has drafts among other rows, which is rare.
+blocks, its buffer for the output. In mixed batches tokens are gathered, unless vLLM says that drafts come first.
 
 The plugin is on in tested versions of vLLM. In another version a warning says that it is off.
 ``FLASH_DELTA_VLLM=1`` switches it on there, too, and 0 switches it off everywhere. vLLM's own code runs layers that

@@ -174,7 +174,7 @@ PACES = {
 PACE = Pace(10.0, {}, 1.0, 0.7, 1, 10.0, 2.0, 0.7)
 # For the backward pass, as multiples of the scan's time per chunk: the scan again together with the backward scan, and
 # the scan that finds the ends of segments. And the share of a whole scan's time that segments may take. These are
-# estimates. They agree with the few rows that were timed (docs/notes/2026-11-24-scan-back.md), but none was measured
+# estimates. They agree with the few rows that were timed (docs/notes/2026-11-24-walk-back.md), but none was measured
 # separately.
 BOTH, ENDS, BACK_WORTH = 1.8, 1.3, 0.85
 # For decoding, by ``state_v_first`` and the bytes of a number in the pool, for K up to 64, up to 128 and up to 256.
