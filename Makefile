@@ -11,6 +11,8 @@
 # make engines this library in vLLM, in fla, in SGLang's dispatchers, under fla's names in trainers (Megatron-Core, axolotl,
 #             LLaMA-Factory, ms-swift, torchtitan, verl), by Hugging Face kernels in transformers, and in lm-eval, on a CPU:
 #             twenty minutes on two cores, four of them to set up (3 GB)
+# make upstream the patches for other repositories (upstream/) apply to their versions, and their own tests pass on patched
+#             copies. It sets up what make engines sets up for vLLM and SGLang
 # make hub    the package for Hugging Face kernels, in build/hub. It needs Python alone
 # make kernels the wheel flash-delta-kernels in build/wheels: kernels for sm_90a, compiled without a GPU by the oldest and the
 #             newest Triton. Half an hour on two cores. Needs a C compiler
@@ -32,7 +34,7 @@ export OMP_NUM_THREADS := 1
 TRITON := $(if $(filter Linux,$(shell uname -s)),3.6.0 3.9.0)
 OLDEST_AND_NEWEST := $(TRITON:%=.venv/triton-%)
 
-.PHONY: demo test test-all triton records newest engines hub kernels release docs docs-links clean
+.PHONY: demo test test-all triton records newest engines upstream hub kernels release docs docs-links clean
 
 demo: .venv/installed
 	rm -rf $(RUN)
@@ -93,6 +95,13 @@ engines: .venv/engines/installed .venv/installed $(FLA:%=.venv/fla-%) .venv/mega
 	PYTHONPATH=.venv/sglang:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_sglang.py tests/engines/test_sglang_drafts.py tests/engines/test_sglang_checkpoints.py
 	PYTHONPATH=.venv/kernels:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_hub_kernels.py
 	PYTHONPATH=$(CURDIR)/.venv/lm-eval:$(OLDEST) $(BIN)/pytest -n 0 tests/engines/test_lm_eval.py tests/test_guide.py -k "lm_eval or evaluating"
+
+TRANSFORMERS := .venv/transformers-5.24.0
+
+upstream: .venv/engines/installed .venv/installed .venv/sglang $(TRANSFORMERS) $(VLLM) $(OLDEST)
+	PYTHONPATH=$(TRANSFORMERS) $(BIN)/pytest -n 0 tests/test_upstream.py tests/engines/test_patched.py
+	PYTHONPATH=.venv/sglang:$(OLDEST) $(BIN)/pytest -n 0 tests/test_upstream.py tests/engines/test_patched.py
+	PYTHONPATH=$(VLLM) $(ENGINES)/pytest -n 0 tests/test_upstream.py tests/engines/test_patched.py
 
 hub:
 	$(PYTHON) hub/build.py build/hub
@@ -170,6 +179,10 @@ docs-links: .venv/docs
 # The newest transformers that takes this version of kernels, whose own needs transformers has installed.
 .venv/kernels: | .venv/installed
 	$(BIN)/pip install -q --no-deps --target $@ kernels==0.17.2 transformers==5.22.0
+
+# With the kernels that pip gives: transformers 5.24.0 asks for 0.18.2.
+.venv/transformers-%: | .venv/installed
+	$(BIN)/pip install -q --no-deps --target $@ transformers==$* kernels==0.17.2 parameterized==0.9.0
 
 .venv/vllm-%: | .venv/installed
 	$(BIN)/pip download -q --no-deps --only-binary=:all: -d $@.wheel vllm==$*

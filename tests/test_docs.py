@@ -16,6 +16,7 @@ from workshop.bench.speed import fullest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 STORY = (ROOT / "docs/how-the-kernels-work.md").read_text()
+MARKDOWN = sorted(path for folder in (".", "upstream", "docs/**") for path in ROOT.glob(f"{folder}/*.md"))
 PICTURES = sorted((ROOT / "docs/pictures").glob("*.svg"))
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -39,7 +40,7 @@ def test_mathematics():
     assert {tag for pair in quoted for tag in pair if tag} <= proven
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda p: p.name)
 def test_links(path):
     for link in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
         assert (path.parent / link).exists(), link
@@ -133,7 +134,7 @@ def test_pictures(path):
 
 # Compressed phrases that a reader has to read twice. CONTRIBUTING.md quotes some beside what to write.
 PHRASES = ("but for ", "what is no ", "is meant", "goes first", "lies ready", " all the same", "behind it")
-PLAIN = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
+PLAIN = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "upstream/README.md")]
 PLAIN += [path for path in (ROOT / "docs").rglob("*.md") if "notes" not in path.parts]
 PLAIN += [path for kind in ("py", "c", "md") for path in ROOT.glob(f"flash_delta/**/*.{kind}")]
 PLAIN += [path for kind in ("py", "md") for path in ROOT.glob(f"workshop/**/*.{kind}")]

@@ -65,7 +65,8 @@ def test_contents_lead_to_every_document():
     contents = set((ROOT / "docs/site/contents.md").read_text().split())
     below = ("docs/notes/", "flash_delta/kernels/")  # their READMEs lead on: PAGES_BELOW in docs/site/as_on_a_host.py
     documents = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.ipynb"), *PAGES]
-    documents += [path for folder in ("docs", "flash_delta", "workshop") for path in (ROOT / folder).rglob("*.md")]
+    folders = ("docs", "flash_delta", "upstream", "workshop")
+    documents += [path for folder in folders for path in (ROOT / folder).rglob("*.md")]
     names = {path.relative_to(ROOT).with_suffix("").as_posix() for path in documents} - {"README", "docs/site/contents"}
     children = {name for name in names if name.startswith(below) and name not in contents}
     assert names - children == {name for name in contents if "/" in name or name in names}

@@ -15,7 +15,7 @@ version = release = flash_delta.__version__
 root_doc = "README"
 source_suffix = {".rst": "restructuredtext", ".md": "markdown", ".ipynb": "markdown"}
 include_patterns = ["*.md", "docs/**.md", "docs/**.rst", "flash_delta/**/README.md", "workshop/**/README.md"]
-include_patterns += ["examples/*.ipynb"]
+include_patterns += ["examples/*.ipynb", "upstream/README.md"]
 exclude_patterns = ["docs/site", "build", "dist", "runs", "tests", "benchmarks", ".*", "**/__pycache__"]
 extensions = [
     "myst_parser",
