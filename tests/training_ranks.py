@@ -4,7 +4,9 @@ import os
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from rank_groups import join, leave
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flash_delta.models import FlashDeltaConfig, FlashDeltaForCausalLM
@@ -85,7 +87,7 @@ def compiled_gradients(rank):
 def gradients_in_bfloat16(rank, device="cpu", *kind):
     """Returns the ranks' mean gradients of a model with bfloat16 weights and float32 gates under FSDP2. Each rank has a
     row of its own."""
-    model = shard(tiny_model(torch.bfloat16, *kind).to(device))
+    model = shard(tiny_model(torch.bfloat16, *kind).to(device), device)
     loss_of_row(model, rank).backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
@@ -113,10 +115,12 @@ def fresh_parameters():
     return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
 
-def shard(model):
+def shard(model, device="cpu"):
+    """Shards a model over all ranks. Without a mesh FSDP2 would take the GPUs of a machine that has some."""
+    mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     for block in model.model.layers:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def loss_of_row(model, row, tokens=40):
@@ -127,7 +131,7 @@ def loss_of_row(model, row, tokens=40):
 def sharded_gradients(rank, device, dtype):
     """Returns the loss and the ranks' mean gradients of a model whose float32 parameters are sharded. Products are in
     ``dtype``. Each rank has a row of its own."""
-    model = shard(tiny_model(torch.float32, MIXERS[:2], WIDE).to(device))
+    model = shard(tiny_model(torch.float32, MIXERS[:2], WIDE).to(device), device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         loss = loss_of_row(model, rank, 150)
     loss.backward()

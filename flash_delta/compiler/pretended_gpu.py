@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 from flash_delta.kernels.runtime import chip, cuda_driver, run
 from flash_delta.ops import _known_calls
 
-DEVICE, STREAM = torch.device("cuda", 0), 77
+DEVICE, META, STREAM = torch.device("cuda", 0), torch.device("meta"), 77
 H200 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
 kept: list[Any] = []  # as long as there may be launches
 numbers = count(1000)  # of GPUs, which have caches of their own
@@ -53,16 +53,16 @@ def fake_driver(place: Path) -> ctypes.CDLL:
 
 @contextmanager
 def pretended_gpu(place: Path, gpu: Any = H200) -> Iterator[ctypes.CDLL]:
-    """Every tensor says that it is on a GPU. ``gpu``: its properties."""
+    """Every tensor says that it is on a GPU, unless it is on "meta". ``gpu``: its properties."""
 
     def here(new: Callable[..., Tensor], *sizes: Any, device: Any = None, **options: Any) -> Tensor:
-        return new(*sizes, **options)
+        return new(*sizes, device=device if str(device) == "meta" else None, **options)
 
     with ExitStack() as stack, knobs.nvidia.scope(), knobs.cache.scope(), patch.object(driver, "_active", None):
         loaded = fake_driver(place)
         for where, name, stand_in in (
-            (torch.Tensor, "is_cuda", True),
-            (torch.Tensor, "device", DEVICE),
+            (torch.Tensor, "is_cuda", property(lambda t: not t.is_meta)),
+            (torch.Tensor, "device", property(lambda t: META if t.is_meta else DEVICE)),
             (torch, "empty", partial(here, torch.empty)),
             (torch, "empty_strided", partial(here, torch.empty_strided)),
             (torch.cuda, "current_device", lambda: 0),

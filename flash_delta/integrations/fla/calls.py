@@ -17,7 +17,9 @@ Op = TypeVar("Op", bound=Callable[..., Any])
 
 def as_in_fla(op: Op) -> Op:
     """The op, for which False means None. False is fla's default, so it says nothing about a beta that is given."""
-    place = [*signature(op).parameters].index(NAME)
+    parameters = [*signature(op).parameters.values()]
+    place = [p.name for p in parameters].index(NAME)
+    parameters[place] = parameters[place].replace(default=False)
 
     @wraps(op)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -27,6 +29,7 @@ def as_in_fla(op: Op) -> Op:
             kwargs[NAME] = None
         return op(*args, **kwargs)
 
+    call.__signature__ = signature(op).replace(parameters=parameters)
     return cast(Op, call)
 
 

@@ -99,7 +99,7 @@ def _place(of_example: torch.device, device: torch.device | str) -> torch.device
     if of_example.type != "meta":
         return of_example
     place = torch.device(device)
-    if place.type == "meta" or (place.type == "cuda" and not torch.cuda.is_available()):
+    if place.type == "meta" or (place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()):
         refuse("warmup", "device", 'a device that this process has, for a call on "meta"', place)
     return place
 
