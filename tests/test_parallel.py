@@ -267,7 +267,7 @@ def test_one_rank_is_one_device(alone):
     context = ContextParallel(alone, [0, 4, 9])
     o, final = flash_delta.chunk_kda(**x, initial_state=state, output_final_state=True, cp_context=context)
     want = flash_delta.chunk_kda(
-        **x, initial_state=state, output_final_state=True, cu_seqlens=context.cu_seqlens(o.device)
+        **x, initial_state=state, output_final_state=True, cu_seqlens=context.local_bounds(o.device)
     )
     assert torch.equal(o, want[0])
     assert torch.equal(final, want[1])

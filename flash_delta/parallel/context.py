@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from flash_delta.parallel.attention import attend_split
+from flash_delta.parallel.borders import Borders
 from flash_delta.parallel.delta_rule import LocalRun, delta_rule
-from flash_delta.parallel.halo import Borders, Halo
+from flash_delta.parallel.halo import Halo
 from flash_delta.parallel.part import Part
 from flash_delta.parallel.tokens import AllTokens
 from flash_delta.problem import Inputs
@@ -105,5 +106,5 @@ class ContextParallel(Part):
     def halo(self, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int) -> Halo:
         """Called by layers before their convolutions; see `flash_delta.parallel.halo`."""
         if size not in self._borders:
-            self._borders[size] = Borders(self.split, self.rank, size)
-        return Halo(self, self._borders[size], xs, states)
+            self._borders[size] = Borders(self, size) if self.split.most_continuing else None
+        return Halo(self, self._borders[size], xs, states, size)
