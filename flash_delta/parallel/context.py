@@ -42,7 +42,8 @@ class ContextParallel(Part):
     gradient. The sum of these parts is the gradient, as with data parallelism. FSDP2 and DDP take the mean instead of
     the sum, so with them multiply the loss by the number of ranks. For each row that continues in another one, ranks
     exchange ``HV K (K + V)`` numbers forward and ``HV K V`` backward, and the last inputs of a layer's convolutions.
-    This does not depend on the number of tokens, and no call waits for the device.
+    This does not depend on the number of tokens, and no call waits for the device. A captured CUDA graph is for the
+    same bounds; :class:`DeviceContextParallel` is for others, too.
 
     Args:
         group: a process group, or a `DeviceMesh` of one dimension (``mesh["cp"]``).

@@ -130,7 +130,7 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 def host_bounds(x: Tensor | Sequence[int]) -> tuple[int, ...]:
     """The bounds [N + 1] of a row's sequences, checked."""
     if isinstance(x, Tensor) and x.device.type != "cpu":
-        expected = "bounds on the CPU, where the split is planned"
+        expected = "bounds on the CPU, where the split is planned (DeviceContextParallel takes others)"
         raise ValueError(f"cu_seqlens: expected {expected}, got a tensor on {x.device}")
     bounds = tuple(x.tolist() if isinstance(x, Tensor) else x)
     if not bounds or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
