@@ -154,6 +154,20 @@ def test_others_change_nothing_where_no_sequence_crosses(alone, monkeypatch, nam
         torch.testing.assert_close(got, t, rtol=1e-13, atol=1e-13)
 
 
+def test_rows_without_tokens_hold_zeros(alone, monkeypatch):
+    of_three(monkeypatch, received=torch.nan)
+    layer = DELTA_LAYERS["gdn"]().double()
+    context = DeviceContextParallel(alone, torch.tensor([0, 3, 10, 10, 30, 40]), [10, 20, 10])
+    conv = tuple(random(5, c.hidden_size, 4) for c in (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d))
+    state = MixerState(conv, random(5, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim))
+    given = state.recurrent
+    layer(random(1, 20, layer.hidden_size), state=state, cp_context=context)
+    for found in (*state.conv, state.recurrent):
+        assert not found[[0, 1, 4]].any()
+        assert found[3].any()
+    assert torch.equal(state.recurrent[2], given[2])
+
+
 @pytest.mark.parametrize("name", ["gdn", "kda"])
 def test_a_document_of_nan_stays_alone(alone, monkeypatch, name):
     """What this rank sends to the left is of the sequence that came from there, and to the right of the one that goes

@@ -34,9 +34,10 @@ class DeviceContextParallel(ContextParallel):
     bounds that the host has read. Every rank holds one run of tokens, in order. It has a row for each of the N
     sequences in ``initial_state`` and ``final_state`` (and in a layer's states):
 
-    * The row where a sequence begins (`begins`) reads its initial state. Its rows on other ranks do not.
-    * The row where it ends (`ends`) holds its final state. Rows of sequences without tokens on this rank are zeros
-      elsewhere.
+    * A row reads its initial state if its sequence begins on this rank (`begins`). Other rows do not read theirs, and
+      these get no gradient.
+    * A final state is the state after the row's last token. If the sequence ends on this rank (`ends`), this is its
+      final state. A row without tokens holds zeros, unless it is an empty sequence that begins here.
 
     Where there are fewer sequences than N, repeat the last bound. Ranks exchange the same numbers as with a
     `ContextParallel` whose sequences cross every border. A rank between others runs an op three times forward, the
