@@ -5,7 +5,8 @@ not depend on bounds. Only which of them belong to a sequence does. Inputs befor
 rank where it begins, as a part of that rank's tail.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -19,28 +20,25 @@ class DeviceBorders:
     """`Crossings` as marks on the device. A rank has one tail, and at most one continued row."""
 
     def __init__(self, context: Part, cut: Cut, W: int):
-        self.cut, self.rank, self.W, self.tokens = cut, context.rank, W, context.tokens
-        self.runs = [run for (run,) in context.split.fragments]
-        _, stop = self.runs[self.rank]
-        self.last, self.first = cut.last[self.rank, None], cut.first[self.rank, None]
-        start_of_last, ends = cut.row.index_select(0, self.last), torch.arange(W, device=cut.row.device)
-        self.own = ends + (stop - W) >= start_of_last  # [W], whether an input of the tail is the sequence's own
-        self.column = (ends + (stop - W) - start_of_last + W).clamp(0, W - 1)  # if not, its place in the initial state
-        self.at = ends + start_of_last - stop  # the place in the tail of each initial input
-        self.takes = tuple(self._pairs(to=self.rank))
-        self.gives = tuple(self._pairs(of=self.rank))
+        self.cut, self.W, self.tokens = cut, W, context.tokens
+        self.runs, rank = [run for (run,) in context.split.fragments], context.rank
+        self.first, self.last = cut.first[rank, None], cut.last[rank, None]
+        stop, begin = self.runs[rank][1], cut.row.index_select(0, self.last)  # begin: of the last sequence
+        places = torch.arange(stop - W, stop, device=begin.device)
+        self.own = places >= begin  # [W], whether an input of the tail is the sequence's own
+        self.column = (places - begin + W).clamp(0, W - 1)  # if not, its place in the initial state
+        self.at = begin - stop + torch.arange(W, device=begin.device)  # the place in the tail of each initial input
+        full = [number for number, (start, stop) in enumerate(self.runs) if start < stop]
+        pairs = [(a, b, self.runs[b][0] - self.runs[a][1]) for a, b in combinations(full, 2)]
+        near = [(a, b, between) for a, b, between in pairs if between < W and rank in (a, b)]
+        self.takes = [(a, between, self._marks(a, b, W - between)) for a, b, between in near if b == rank]
+        self.gives = [(b, between, self._marks(a, b, W - between)) for a, b, between in near if a == rank]
 
-    def _pairs(self, of: int | None = None, to: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
-        """The ranks that this one takes inputs from, or gives to; the number of tokens between both; and marks
-        [W - between, 1]: whether these first inputs before rank ``to`` are the last of the tail of rank ``of``."""
-        full = [rank for rank, (start, stop) in enumerate(self.runs) if start < stop]
-        for a in full if of is None else {of} & {*full}:
-            for b in full if to is None else {to} & {*full}:
-                between = self.runs[b][0] - self.runs[a][1]
-                if 0 <= between < self.W:
-                    yield b if to is None else a, between, self._marks(a, b, self.W - between)
+    # Each of ``takes`` and ``gives`` is a rank, the number of tokens between it and this one, and marks.
 
     def _marks(self, of: int, to: int, count: int) -> Tensor:
+        """``[count, 1]``: whether rank ``to`` takes the last ``count`` inputs of the tail of rank ``of``. They are the
+        first of its history."""
         (start, stop), (border, _) = self.runs[of], self.runs[to]
         places = torch.arange(count, device=self.cut.row.device) + (border - self.W)
         places = places.maximum(self.cut.row.index_select(0, self.cut.first[to, None]))  # or where the sequence begins
@@ -76,4 +74,4 @@ class DeviceBorders:
             dxs[i], own = dxs[i].clone(), part.where(self.own[:, None], 0)
             dxs[i][0, self.tokens - count :] += own[self.W - count :]
             initial = part.index_select(0, self.at.clamp(min=0)).where((self.at >= 0)[:, None], 0)
-            dstates[i] = dstates[i] + initial.mT.where(of_row[:, None, None], 0)
+            dstates[i] = dstates[i] + initial.mT.to(dstates[i].dtype).where(of_row[:, None, None], 0)
