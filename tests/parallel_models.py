@@ -6,7 +6,7 @@ from test_integrations_transformers import float64, tokens, with_gradients
 from tiny_transformers import build
 
 from flash_delta.integrations.transformers import enable
-from flash_delta.parallel import ContextParallel, head_tail
+from flash_delta.parallel import ContextParallel, DeviceContextParallel, head_tail
 
 LENGTHS = (23, 1, 14)
 BOUNDS = [0, 23, 24, 38]
@@ -38,6 +38,7 @@ def work(rank, size, out, families):
     dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=size)
     contexts = {
         "runs": ContextParallel(dist.group.WORLD, BOUNDS),
+        "bounds on the device": DeviceContextParallel(dist.group.WORLD, torch.tensor(BOUNDS), [20, 18]),
         "heads and tails": ContextParallel(dist.group.WORLD, BOUNDS, fragments=head_tail(BOUNDS, size)),
     }
     results = {(family, name): run(family, context) for family in families for name, context in contexts.items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from flash_delta.layers import (
     SimpleGatedLinearAttention,
     tensor_parallel_plan,
 )
-from flash_delta.parallel import ContextParallel, head_tail
+from flash_delta.parallel import ContextParallel, DeviceContextParallel, head_tail
 from flash_delta.testing import MEMBERS, Case, make_inputs
 
 TOKENS = ("q", "k", "v", "g", "beta", "p", "b", "w")
@@ -43,6 +43,7 @@ class Split:
     dtypes: tuple[torch.dtype, ...] = (torch.float64,)
     ranks: tuple[int, ...] | None = None  # of the world; None: all
     fragments: Fragments = None
+    on_device: bool = False  # whether the host does not know the bounds
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class LayerSplit:
     states: bool = True
     fragments: Fragments = None
     dtype: torch.dtype = torch.float64
+    on_device: bool = False
 
     @property
     def bounds(self):
@@ -94,9 +96,19 @@ def rounded(layer, dtype, device):
     return layer
 
 
-def make_context(group, bounds, split):
+@cache
+def device_context(group, N, tokens, device):
+    """One for all cases with as many sequences and tokens, which write their bounds into it."""
+    return DeviceContextParallel(group, torch.zeros(N + 1, dtype=torch.int32, device=device), tokens)
+
+
+def make_context(group, bounds, split, device):
     """``split.fragments``: None, what every rank holds, or of what heads and tails are taken: of "sequences", or of the
     row as a whole."""
+    if split.on_device:
+        context = device_context(group, len(bounds) - 1, split.tokens, device)
+        context.write(torch.as_tensor(bounds).to(device))
+        return context
     fragments = split.fragments
     if isinstance(fragments, str):
         cut = bounds if fragments == "sequences" else [0, int(bounds[-1])]
@@ -121,7 +133,10 @@ def loss_gradients(o_shape, state_shape, dtype, device):
 
 def ends(context):
     """The rows where sequences end, and which ones."""
-    rows = [row for row, continues in enumerate(context.continues) if not continues]
+    if context.bounds is None:
+        rows = context.ends.nonzero()[:, 0].tolist()
+    else:
+        rows = [row for row, continues in enumerate(context.continues) if not continues]
     return rows, [context.sequences[row] for row in rows]
 
 
@@ -133,7 +148,7 @@ def where(context):
 def run_op(context, member, x, dtype):
     """This rank's outputs and gradients of the loss that `testing.truth` takes of the whole row."""
     x = dict(x)
-    N, rows = len(context.split.cu_seqlens) - 1, list(context.sequences)
+    N, rows = len(context.row_bounds(x["q"].device)) - 1, list(context.sequences)
     names = [name for name in x if isinstance(x[name], torch.Tensor)]
     leaves = {n: (context.shard(x[n]) if n in TOKENS else x[n]).detach().clone() for n in names}
     if "initial_state" in x:
@@ -141,8 +156,9 @@ def run_op(context, member, x, dtype):
     leaves = {n: t.requires_grad_() for n, t in leaves.items()}
     o, final = MEMBERS[member].op(**(x | leaves), cp_context=context)
     do, dS = loss_gradients((1, context.split.total, *o.shape[2:]), (N, *final.shape[1:]), dtype, o.device)
-    dS = dS[rows].to(final.dtype)
-    dS[list(context.continues)] = 0  # what goes on is nobody's final state
+    (ended, _), given = ends(context), dS[rows].to(final.dtype)
+    dS = torch.zeros_like(given)  # what goes on is nobody's final state
+    dS[ended] = given[ended]
     gradients = torch.autograd.grad((o, final), list(leaves.values()), (context.shard(do), dS), materialize_grads=True)
     with torch.no_grad():  # what only the backward pass needs is not computed
         again, _ = MEMBERS[member].op(**(x | leaves), cp_context=context)
@@ -204,7 +220,7 @@ def run_mesh(split):
     row = mesh["dp"].get_local_rank()
     layer, x, _ = layer_inputs(split)
     fully_shard(layer, mesh=mesh["dp"])
-    context = make_context(mesh["cp"].get_group(), split.bounds, split)
+    context = make_context(mesh["cp"].get_group(), split.bounds, split, x.device)
     y = checkpoint(layer, (1 + row) * context.shard(x.detach()), cp_context=context, use_reentrant=False)
     y.square().sum().backward()
     gradients = [2 * p.grad.full_tensor() for p in layer.parameters()]  # FSDP's are means over its two shards
@@ -259,10 +275,10 @@ def run_all(device, splits, layers, mesh, heads):
         for member in split.members:
             for dtype in split.dtypes:
                 x, bounds = global_inputs(split, member, dtype, device)
-                context = make_context(group, bounds, split)
+                context = make_context(group, bounds, split, device)
                 results[split.case.name, member, dtype] = run_op(context, member, x, dtype)
     for split in layers:
-        results[split.name] = run_layer(make_context(dist.group.WORLD, split.bounds, split), split, device)
+        results[split.name] = run_layer(make_context(dist.group.WORLD, split.bounds, split, device), split, device)
     if mesh is not None:
         results[mesh.name] = run_mesh(mesh)
     return results | {"heads": run_heads(size, heads, device)}

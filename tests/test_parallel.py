@@ -40,6 +40,13 @@ SPLITS = {
         Split(case("of-a-row", "of a row whose documents end anywhere, and padding", (20, 0, 41, 17), T=80),
               fragments=(((0, 20), (60, 80)), ((20, 60),))),
         Split(case("values-first", "states are [N, HV, V, K]", (90,), options={"state_v_first": True})),
+        Split(case("device", "bounds on the device: one sequence", (150,), options=RAW), tokens=(75, 75), dtypes=ALL,
+              on_device=True),
+        Split(case("device-border", "a sequence ends where a rank does", (70, 0, 80)), tokens=(70, 80), on_device=True),
+        Split(case("device-left", "the same context: one ends before, and padding", (40, 20, 60), T=150),
+              tokens=(70, 80), on_device=True),
+        Split(case("device-nothing", "a rank has nothing", (30, 0), options={"state_v_first": True}), ("gdn",), (0, 30),
+              on_device=True),
     ],
     4: [
         Split(case("uneven", "shards of 0, 1 and 2 tokens inside a sequence", (100,)), tokens=(97, 0, 1, 2)),
@@ -76,6 +83,19 @@ SPLITS = {
                  options={name: RAW[name] for name in list(RAW)[:2]}),
             members=("delta-rule",), dtypes=ALL[:2],
         ),
+        Split(case("device-packed", "bounds on the device: as packed", (0, 30, 0, 50, 1, 0), T=90, options=RAW),
+              tokens=(30, 1, 40, 19), dtypes=ALL, on_device=True),
+        Split(case("device-one", "the same context: one over all ranks", (0, 0, 90, 0, 0, 0)), tokens=(30, 1, 40, 19),
+              on_device=True),
+        Split(case("device-none", "the same context: nothing but padding", (0,) * 6, T=90), tokens=(30, 1, 40, 19),
+              on_device=True),
+        Split(case("device-uneven", "shards of 0, 1 and 2 tokens inside a sequence", (98, 2)), tokens=(97, 0, 1, 2),
+              on_device=True),
+        Split(case("device-states", "states start from zero", (10, 60), initial_state=False), tokens=(5, 30, 30, 5),
+              on_device=True),
+        Split(case("device-kin", "other members", (0, 30, 50, 1), T=90), KIN, (30, 1, 40, 19), on_device=True),
+        Split(case("device-strided", "a group that is not the world", (75, 5)), tokens=(30, 20, 30), ranks=(0, 2, 3),
+              on_device=True),
     ],
 }  # fmt: skip
 LAYERS = {
@@ -87,6 +107,10 @@ LAYERS = {
         LayerSplit("layer-comba", "comba", (9, 12), (15, 6)),
         LayerSplit("layer-gla", "gla-grouped", (9, 12), (15, 6)),
         LayerSplit("layer-updates", "gdp", (40, 3), None, fragments="sequences"),
+        LayerSplit("device-even", "gdn", (40,), (20, 20), on_device=True),
+        LayerSplit("device-bare", "gdn-bare", (9, 12), (15, 6), on_device=True),
+        LayerSplit("device-updates", "gdp", (21, 0), (15, 6), on_device=True),
+        LayerSplit("device-attention", "attention", (9, 12), (15, 9), states=False, on_device=True),
         LayerSplit("attention-by-heads", "attention", (9, 0, 12), (15, 9), states=False),
         LayerSplit("attention-of-one", "attention", (40,), None, states=False, fragments="sequences"),
         LayerSplit("attention-alone", "attention", (12,), (0, 12), states=False),
@@ -99,6 +123,12 @@ LAYERS = {
         LayerSplit("layer-tiny", "gdn-grouped", (12,), (1, 0, 2, 9)),
         LayerSplit("layer-packed", "kda-bounded", (2, 0, 30, 1, 7), (1, 3, 28, 11)),
         LayerSplit("layer-stateless", "kda", (6, 20), (7, 1, 1, 17), states=False),
+        LayerSplit("device-tiny", "gdn-grouped", (12,), (1, 0, 2, 9), on_device=True),
+        LayerSplit("device-packed", "kda-bounded", (2, 0, 30, 1, 7), (1, 3, 28, 11), on_device=True),
+        LayerSplit("device-short", "gdn-grouped", (6, 3), (2, 1, 1, 5), on_device=True),
+        LayerSplit("device-short-again", "gdn-grouped", (3, 6), (2, 1, 1, 5), on_device=True),
+        LayerSplit("device-stateless", "kda", (6, 20), (7, 1, 1, 17), states=False, on_device=True),
+        LayerSplit("device-gathered", "attention", (9, 0, 12), (5, 10, 9, 0), states=False, on_device=True),
         LayerSplit("attention-gathered", "attention", (9, 0, 12), (5, 10, 9, 0), states=False),
     ],
 }
@@ -267,7 +297,7 @@ def test_one_rank_is_one_device(alone):
     context = ContextParallel(alone, [0, 4, 9])
     o, final = flash_delta.chunk_kda(**x, initial_state=state, output_final_state=True, cp_context=context)
     want = flash_delta.chunk_kda(
-        **x, initial_state=state, output_final_state=True, cu_seqlens=context.cu_seqlens(o.device)
+        **x, initial_state=state, output_final_state=True, cu_seqlens=context.local_bounds(o.device)
     )
     assert torch.equal(o, want[0])
     assert torch.equal(final, want[1])

@@ -33,12 +33,18 @@ SPLITS = [
     Split(Case("heads-and-tails-of-a-row", "documents end anywhere", T=300, lengths=(20, 151, 129), **ROW),
           fragments="row"),
 ]  # fmt: skip
+REPLAYED = [
+    LayerSplit(f"{kind}, {lengths}, {dtype}", f"{kind}-wide", lengths, (141, 59), False, dtype=dtype, on_device=True)
+    for kind in KINDS
+    for lengths in ((140, 2, 58), (0, 200, 0), (141, 0, 40))
+    for dtype in DTYPES
+]
 LAYERS = [
     LayerSplit(f"{kind}, {fragments}, {dtype}", f"{kind}-wide", (140, 2, 58), tokens, fragments=fragments, dtype=dtype)
     for kind in KINDS
     for tokens, fragments in (((141, 59), None), (None, "sequences"))
     for dtype in DTYPES
-]
+] + REPLAYED
 HEADS = Heads(WIDE, 150)
 OF_HEADS = {"gdn": ("dA_log", "ddt_bias"), "kda": ("dA_log",)}  # gradients of one number per head
 OF_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +76,7 @@ def ranks(backend, tmp_path_factory):
             pass
         return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
-    for job in product((*KINDS, "model"), DTYPES) if backend == "nccl" else ():
+    for job in product((*KINDS, "graph", "model"), DTYPES) if backend == "nccl" else ():
         start(*job)
     yield results
     for _, processes in started.values():
@@ -126,11 +132,21 @@ def test_gradients_of_a_number_per_head(ranks, kind, name, dtype):
     assert root_mean_square(found) <= allowed(root_mean_square(alone), dtype), found
 
 
+def judge_layer(split, device, found):
+    alone, want = whole_layer(split, device=device), whole_layer(split, torch.float64)
+    check_layer(split, [rank[split.name] for rank in found], limits(alone, want, split.dtype))
+
+
 @pytest.mark.parametrize("split", LAYERS, ids=lambda split: split.name)
 def test_layers_on_a_row(ranks, device, split):
-    alone, want = whole_layer(split, device=device), whole_layer(split, torch.float64)
-    parts = [rank[split.name] for rank in ranks(split.layer.removesuffix("-wide"), split.dtype)]
-    check_layer(split, parts, limits(alone, want, split.dtype))
+    judge_layer(split, device, ranks(split.layer.removesuffix("-wide"), split.dtype))
+
+
+@pytest.mark.parametrize("split", REPLAYED, ids=lambda split: split.name)
+def test_a_graph_of_a_step_serves_other_bounds(ranks, device, split):
+    if device == "cpu":
+        pytest.skip("a graph is of a GPU")
+    judge_layer(split, device, ranks("graph", split.dtype))
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="FSDP2 takes one dtype")

@@ -26,7 +26,7 @@ def test_two_ranks_are_one(tmp_path):
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for family in SPLIT:
         want = alone(family)
-        for split in ("runs", "heads and tails"):
+        for split in ("runs", "bounds on the device", "heads and tails"):
             parts = [rank[family, split] for rank in ranks]
             for name, t in want.items():
                 got = in_order(t, parts, "y") if name == "y" else sum(part[name] for part in parts)

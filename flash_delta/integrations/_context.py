@@ -50,7 +50,7 @@ def convolve(
     """The convolution of x [1, T, D], which continues after the inputs of earlier ranks."""
     halo = context.halo((x,), None, weight.shape[-1])
     (x,), (state,) = halo.wait()
-    return causal_conv1d(x, weight, bias, activation, state, cu_seqlens=context.cu_seqlens(x.device))[0]
+    return causal_conv1d(x, weight, bias, activation, state, cu_seqlens=context.local_bounds(x.device))[0]
 
 
 def with_context(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:

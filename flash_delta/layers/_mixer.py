@@ -145,7 +145,7 @@ class Mixer(GateParameters):
                 got = type(cp_context).__name__
                 raise ValueError(f"cp_context: expected None in a layer with mode {self.mode!r}, got a {got}")
             cp_context.check(hidden_states, attention_mask, cu_seqlens)
-            cu_seqlens = cp_context.cu_seqlens(hidden_states.device)
+            cu_seqlens = cp_context.local_bounds(hidden_states.device)
         packing = Packing.of(hidden_states, attention_mask, cu_seqlens)
         check_width(hidden_states, self.hidden_size)
         seq_idx = read_documents(hidden_states, position_ids, attention_mask, cu_seqlens, state)

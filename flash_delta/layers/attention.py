@@ -104,7 +104,7 @@ class Attention(nn.Module):
         key_mask = None
         if cp_context is not None:
             cp_context.check(hidden_states, attention_mask, cu_seqlens)
-            bounds = cp_context.place(cp_context.split.cu_seqlens, hidden_states.device)
+            bounds = cp_context.row_bounds(hidden_states.device)
             row = torch.arange(cp_context.split.total, device=hidden_states.device)
             layout = _row_layout(cp_context.shard(row, dim=0), bounds)
         elif cu_seqlens is not None:

@@ -21,9 +21,9 @@ class Context(Protocol):
     """A ``cp_context`` as ops see it: this rank's tokens and sequences, and a method that composes runs of an op."""
 
     tokens: int
-    bounds: tuple[int, ...]
+    bounds: tuple[int, ...] | None  # of its rows; None: only the device knows
 
-    def place(self, numbers: tuple[int, ...], device: torch.device) -> Tensor: ...
+    def local_bounds(self, device: torch.device) -> Tensor: ...
 
     def times(self, n: int) -> "Context": ...
 
@@ -55,7 +55,7 @@ def run_chunks(
     if as_bool(op, "batch_invariant", options["batch_invariant"]):
         refuse(op, "batch_invariant", "False with cp_context: ranks split a sequence where others end", "True")
     check_shape(op, "q", x.q, 1, context.tokens, "H", "K")
-    x = x._replace(cu_seqlens=context.place(context.bounds, x.q.device))
+    x = x._replace(cu_seqlens=context.local_bounds(x.q.device))
     problem = problem_of(x, options, context.bounds)
     if isinstance(backend, Explain):
         return backend.of(problem, x)

@@ -12,6 +12,7 @@ own tokens from the right state. A rank may hold several stretches of a sequence
 """
 
 from flash_delta.parallel.context import ContextParallel
+from flash_delta.parallel.device_context import DeviceContextParallel
 from flash_delta.parallel.split import head_tail
 
-__all__ = ["ContextParallel", "head_tail"]
+__all__ = ["ContextParallel", "DeviceContextParallel", "head_tail"]

@@ -27,14 +27,13 @@ def attend_split(context: Part, q: Tensor, k: Tensor, v: Tensor, **options: Any)
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}")
-    total, bounds = context.split.total, context.split.cu_seqlens
-    bounds = (*bounds, total) if total > bounds[-1] else bounds
+    bounds, on_device = context.padded_bounds(q.device)
     if q.shape[1] % context.size == 0 and k.shape[1] % context.size == 0:
         q, k, v = ToHeads.apply(context, q, k, v)
-        return ToTokens.apply(context, attend_packed(q, k, v, bounds, context.place(bounds, q.device), **options))
+        return ToTokens.apply(context, attend_packed(q, k, v, bounds, on_device, **options))
     k, v = (AllTokens.apply(context, 2, x) for x in (k, v))
-    tokens = torch.arange(total, device=q.device)
-    mask = _may_attend(context.shard(tokens, dim=0), tokens, context.place(bounds, q.device))
+    tokens = torch.arange(context.split.total, device=q.device)
+    mask = _may_attend(context.shard(tokens, dim=0), tokens, on_device)
     return F.scaled_dot_product_attention(q, k, v, mask, **options, enable_gqa=True)
 
 

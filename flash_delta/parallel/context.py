@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from flash_delta.parallel.attention import attend_split
+from flash_delta.parallel.borders import Borders
 from flash_delta.parallel.delta_rule import LocalRun, delta_rule
-from flash_delta.parallel.halo import Borders, Halo
+from flash_delta.parallel.halo import Halo
 from flash_delta.parallel.part import Part
 from flash_delta.parallel.tokens import AllTokens
 from flash_delta.problem import Inputs
@@ -41,7 +42,8 @@ class ContextParallel(Part):
     gradient. The sum of these parts is the gradient, as with data parallelism. FSDP2 and DDP take the mean instead of
     the sum, so with them multiply the loss by the number of ranks. For each row that continues in another one, ranks
     exchange ``HV K (K + V)`` numbers forward and ``HV K V`` backward, and the last inputs of a layer's convolutions.
-    This does not depend on the number of tokens, and no call waits for the device.
+    This does not depend on the number of tokens, and no call waits for the device. A captured CUDA graph is for the
+    same bounds; :class:`DeviceContextParallel` is for others, too.
 
     Args:
         group: a process group, or a `DeviceMesh` of one dimension (``mesh["cp"]``).
@@ -105,5 +107,5 @@ class ContextParallel(Part):
     def halo(self, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int) -> Halo:
         """Called by layers before their convolutions; see `flash_delta.parallel.halo`."""
         if size not in self._borders:
-            self._borders[size] = Borders(self.split, self.rank, size)
-        return Halo(self, self._borders[size], xs, states)
+            self._borders[size] = Borders(self, size) if self.split.most_continuing else None
+        return Halo(self, self._borders[size], xs, states, size)

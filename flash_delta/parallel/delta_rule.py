@@ -81,7 +81,7 @@ def delta_rule(context: Part, run: LocalRun, x: Inputs) -> tuple[Tensor, Tensor]
         sent, response = _summarize(context, run, continued, x, begun, others)
         maps, work = context.gather(sent)
         if continued is not None and response is None and needs_grad:
-            response = _respond(run, continued)
+            response = respond(run, continued.x, continued.bounds)
     if begun is not None and others is None:
         others = begun.run(run)
     work.wait()
@@ -113,7 +113,7 @@ class _Crossing(torch.autograd.Function):
         for i, row in enumerate(row for row, continued in enumerate(context.continued) if continued):
             piece = context.rows[row]
             if do is not None:
-                D[i] += _sum_of_products(r[0, at : at + piece.tokens], do[0, piece.start : piece.stop])
+                D[i] += sum_of_products(r[0, at : at + piece.tokens], do[0, piece.start : piece.stop])
             if dfinal is not None:
                 D[i] += (Phi[i].mT.double() @ dfinal[row].double()).to(dtype)
             at += piece.tokens
@@ -169,7 +169,7 @@ def _summarize(
         maps_of = {row: F.pad(S, (K, 0)) for row, S in zip(begun.rows, others[1], strict=True)}  # nothing comes in
     response = None
     if continued is not None and any(context.continues[row] for row in continued.rows):
-        response = _respond(run, continued)
+        response = respond(run, continued.x, continued.bounds)
         _, B = continued.run(run)
         maps_of |= zip(continued.rows, torch.cat([response.Phi, B], dim=-1), strict=True)
     maps = [maps_of[row] for row, continues in enumerate(context.continues) if continues]
@@ -177,12 +177,13 @@ def _summarize(
     return torch.stack(maps + [nothing] * (context.split.most_continuing - len(maps))), response
 
 
-def _respond(run: LocalRun, some: Some) -> Response:
-    """The run of the op with v = 0 from the identity."""
-    (_, T, HV), K = some.x.v.shape[:3], some.x.q.shape[-1]
-    one = torch.eye(K, device=some.x.q.device).expand(len(some.rows), HV, K, K).contiguous()
-    v = some.x.v.new_zeros(1, T, HV, K)
-    return Response(*some.run(run, v=v, w=None if some.x.w is None else v, initial_state=one))
+def respond(run: LocalRun, x: Inputs, bounds: tuple[int, ...] | None = None) -> Response:
+    """The run of the op with v = 0 from the identity, on a row with ``x.cu_seqlens``. None: on a batch of one."""
+    (_, T, HV), K = x.v.shape[:3], x.q.shape[-1]
+    n = 1 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    one = torch.eye(K, device=x.q.device).expand(n, HV, K, K).contiguous()
+    v = x.v.new_zeros(1, T, HV, K)
+    return Response(*run(x._replace(v=v, w=None if x.w is None else v, initial_state=one), bounds))
 
 
 def _joined(
@@ -207,7 +208,7 @@ def _together(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _sum_of_products(r: Tensor, do: Tensor) -> Tensor:
+def sum_of_products(r: Tensor, do: Tensor) -> Tensor:
     """``sum_t r_t do_t^T`` [HV, K, V] of r [T, HV, K] and do [T, HV, V], in at least float32."""
     r, do = r.permute(1, 2, 0), do.transpose(0, 1)
     if r.dtype in (torch.float64, torch.float32):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_delta.parallel.split import Fragment, Split
+from flash_delta.parallel.split import Fragment, Layout, Split
 
 
 class Part:
@@ -22,20 +22,15 @@ class Part:
         tokens_per_rank: Sequence[int] | None = None,
         fragments: Sequence[Sequence[Fragment]] | None = None,
     ) -> None:
-        self.group = _process_group(group)
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if self.rank < 0:
-            raise ValueError("group: expected a group that this process belongs to, got one without it")
-        bounds = _host_bounds(cu_seqlens)
+        self._join(group)
+        bounds = host_bounds(cu_seqlens)
         if fragments is None:
-            starts = (0, *accumulate(_shares(tokens_per_rank, self.size, bounds[-1])))
-            fragments = [[pair] for pair in pairwise(starts)]
+            fragments = runs(_shares(tokens_per_rank, self.size, bounds[-1]))
         elif tokens_per_rank is not None:
             raise ValueError("tokens_per_rank: expected None with fragments, which say it, got numbers")
         else:
             check_fragments(fragments, self.size, bounds[-1])
-        self.split = Split(bounds, fragments)
-        self.tokens = self.split.tokens(self.rank)
+        self._hold(Split(bounds, fragments))
         self.rows = self.split.rows[self.rank]
         self.bounds = self.split.bounds(self.rank)
         self.sequences = tuple(piece.sequence for piece in self.rows)
@@ -43,6 +38,15 @@ class Part:
         self.continues = tuple(self.split.continues(piece) for piece in self.rows)
         self._on_device: dict[tuple, Tensor] = {}
         self._borders: dict[int, Any] = {}  # borders of convolutions, by the number of taps
+
+    def _join(self, group: dist.ProcessGroup | DeviceMesh) -> None:
+        self.group = _process_group(group)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("group: expected a group that this process belongs to, got one without it")
+
+    def _hold(self, split: Layout) -> None:
+        self.split, self.tokens = split, split.tokens(self.rank)
         self._multiples: dict[int, Any] = {}  # of `times`
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -56,20 +60,29 @@ class Part:
         parts = [x.narrow(dim, start, stop - start) for start, stop in self.split.fragments[self.rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def cu_seqlens(self, device: torch.device) -> Tensor:
-        """``bounds`` as a tensor on ``device``."""
+    def local_bounds(self, device: torch.device) -> Tensor:
+        """The bounds of this rank's rows, counted from its first token."""
         return self.place(self.bounds, device)
+
+    def row_bounds(self, device: torch.device) -> Tensor:
+        """The bounds [N + 1] of all sequences in the whole row."""
+        return self.place(self.split.cu_seqlens, device)
+
+    def padded_bounds(self, device: torch.device) -> tuple[tuple[int, ...] | None, Tensor]:
+        """The whole row's bounds on the host, or None, and on the device. Padding counts as one more sequence."""
+        total, bounds = self.split.total, self.split.cu_seqlens
+        bounds = (*bounds, total) if total > bounds[-1] else bounds
+        return bounds, self.place(bounds, device)
 
     def place(self, numbers: tuple[int, ...], device: torch.device) -> Tensor:
         """Bounds or indices as a tensor on ``device``. They are copied there once, without waiting."""
         if (numbers, device) not in self._on_device:
-            host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-            self._on_device[numbers, device] = host.to(device, non_blocking=True)
+            self._on_device[numbers, device] = on_device(numbers, device)
         return self._on_device[numbers, device]
 
     def positions(self, device: torch.device) -> Tensor:
         """Each token's place in its sequence, [1, T]. Padding counts as one more sequence."""
-        tokens, bounds = torch.arange(self.split.total, device=device), self.place(self.split.cu_seqlens, device)
+        tokens, bounds = torch.arange(self.split.total, device=device), self.row_bounds(device)
         tokens = self.shard(tokens, dim=0)
         return (tokens - bounds[torch.searchsorted(bounds[1:], tokens, right=True)])[None]
 
@@ -108,15 +121,26 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
     return group
 
 
-def _host_bounds(x: Tensor | Sequence[int]) -> tuple[int, ...]:
+def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """A copy on ``device``, without waiting."""
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def host_bounds(x: Tensor | Sequence[int]) -> tuple[int, ...]:
+    """The bounds [N + 1] of a row's sequences, checked."""
     if isinstance(x, Tensor) and x.device.type != "cpu":
-        raise ValueError(
-            f"cu_seqlens: expected bounds on the CPU, where the split is planned, got a tensor on {x.device}"
-        )
+        expected = "bounds on the CPU, where the split is planned (DeviceContextParallel takes others)"
+        raise ValueError(f"cu_seqlens: expected {expected}, got a tensor on {x.device}")
     bounds = tuple(x.tolist() if isinstance(x, Tensor) else x)
     if not bounds or bounds[0] != 0 or any(b < a for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens: expected bounds [N + 1] from 0 on that do not decrease, got {list(bounds)}")
     return bounds
+
+
+def runs(tokens_per_rank: Sequence[int]) -> list[list[Fragment]]:
+    """The fragments of ranks that hold so many tokens each, in order."""
+    return [[pair] for pair in pairwise((0, *accumulate(tokens_per_rank)))]
 
 
 def _shares(tokens_per_rank: Sequence[int] | None, size: int, total: int) -> Sequence[int]:

@@ -32,15 +32,37 @@ class Piece(NamedTuple):
         return self.place > 0
 
 
-class Split:
-    """The bounds [N + 1] of the sequences, and the fragments of every rank in the order in which it has them."""
+class Layout:
+    """The fragments of every rank, in the order in which it has them. It knows nothing of sequences."""
 
-    def __init__(self, cu_seqlens: tuple[int, ...], fragments: Sequence[Sequence[Fragment]]):
-        self.cu_seqlens = cu_seqlens
+    def __init__(self, fragments: Sequence[Sequence[Fragment]]):
         self.fragments = tuple(tuple(_joined(of_rank)) for of_rank in fragments)
         held = sorted((*f, rank, at) for rank in range(len(fragments)) for f, at in self.places(rank))
+        self.held = tuple(held)  # all fragments in the order of the row, each with its rank and its place there
         self.total = max((stop for _, stop, *_ in held), default=0)
-        self.chains = tuple(tuple(chain) for chain in _chains(cu_seqlens, held))
+
+    def places(self, rank: int) -> Iterator[tuple[Fragment, int]]:
+        """A rank's fragments, each with its place among the rank's tokens."""
+        at = 0
+        for start, stop in self.fragments[rank]:
+            yield (start, stop), at
+            at += stop - start
+
+    def in_order(self) -> list[tuple[int, int, int]]:
+        """All fragments in the order of the row: the rank, and where they start and stop among its tokens."""
+        return [(rank, at, at + stop - start) for start, stop, rank, at in self.held]
+
+    def tokens(self, rank: int) -> int:
+        return sum(stop - start for start, stop in self.fragments[rank])
+
+
+class Split(Layout):
+    """The bounds [N + 1] of the sequences, and the fragments that cut them into pieces."""
+
+    def __init__(self, cu_seqlens: tuple[int, ...], fragments: Sequence[Sequence[Fragment]]):
+        super().__init__(fragments)
+        self.cu_seqlens = cu_seqlens
+        self.chains = tuple(tuple(chain) for chain in _chains(cu_seqlens, self.held))
         pieces = [piece for chain in self.chains for piece in chain]
         self.rows = tuple(tuple(sorted(_on(rank, pieces), key=_by_place)) for rank in range(len(fragments)))
         continuing = [[p for p in rows if self.continues(p)] for rows in self.rows]
@@ -52,21 +74,6 @@ class Split:
     # In the forward pass every rank sends something for each of its pieces that continue, and in the backward pass for
     # each that is continued. ``sent`` and ``taken`` give the places of pieces in all that arrives, if each rank sends
     # the same number.
-
-    def places(self, rank: int) -> Iterator[tuple[Fragment, int]]:
-        """A rank's fragments, each with its place among the rank's tokens."""
-        at = 0
-        for start, stop in self.fragments[rank]:
-            yield (start, stop), at
-            at += stop - start
-
-    def in_order(self) -> list[tuple[int, int, int]]:
-        """All fragments in the order of the row: the rank, and where they start and stop among its tokens."""
-        held = sorted((*f, rank, at) for rank in range(len(self.fragments)) for f, at in self.places(rank))
-        return [(rank, at, at + stop - start) for start, stop, rank, at in held]
-
-    def tokens(self, rank: int) -> int:
-        return sum(stop - start for start, stop in self.fragments[rank])
 
     def bounds(self, rank: int) -> tuple[int, ...]:
         """The bounds of a rank's rows, counted from its first token."""
@@ -136,7 +143,7 @@ def _joined(fragments: Sequence[Fragment]) -> Iterator[Fragment]:
         yield last
 
 
-def _chains(bounds: tuple[int, ...], held: list[tuple[int, int, int, int]]) -> Iterator[list[Piece]]:
+def _chains(bounds: tuple[int, ...], held: Sequence[tuple[int, int, int, int]]) -> Iterator[list[Piece]]:
     """The chain of every sequence. ``held``: the fragments in order, each with its rank and its place there."""
     full = [f for f in held if f[0] < f[1]]
     starts = [start for start, *_ in full]

@@ -141,7 +141,7 @@ class FLACPContext:
         self.context, self.group, self.conv1d_kernel_size = context, None, conv1d_kernel_size
         if context is not None:
             self.group, self.tokens, self.bounds = context.group, context.tokens, context.bounds
-            self.place, self.times, self.delta_rule = context.place, context.times, context.delta_rule
+            self.local_bounds, self.times, self.delta_rule = context.local_bounds, context.times, context.delta_rule
         bounds = [0, *(i * length + bound for i, part in enumerate(parts) for bound in part.bounds[1:])]
         self.cu_seqlens_cpu = torch.tensor(bounds, dtype=torch.int32, device="cpu")
         self.cu_seqlens = self.cu_seqlens_cpu.to(device, non_blocking=True)
