@@ -89,16 +89,22 @@ def test_logits(kind, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", FLA)
-def test_models_of_loss_parity(mixer):
-    """They start from the same logits, and decay the same parameters."""
-    ours = new_model(Settings(mixers=mixer, layers=2, hidden_size=32, heads=2, head_dim=16), "torch").eval()
-    theirs = as_fla(ours, mixer).eval()
+@pytest.mark.parametrize("mixers", [*FLA, "gdn,attention", "kda,attention"])
+def test_models_of_loss_parity(mixers):
+    """They start from the same logits, and decay the same parameters. Beside softmax attention fla has its layers."""
+    ours = new_model(Settings(mixers=mixers, layers=2, hidden_size=32, heads=2, head_dim=16), "torch").eval()
     ids = torch.randint(256, (2, 20))
+    found, parameters = ours(ids).logits, decayed(ours)
+    theirs = as_fla(ours).eval()
     expected = theirs(ids, use_cache=False).logits
-    assert torch.linalg.norm(ours(ids).logits - expected) < 1e-5 * torch.linalg.norm(expected)
-    decayed = [[p.numel() for p in parameter_groups(model, 0.1)[0]["params"]] for model in (ours, theirs)]
-    assert sorted(decayed[0]) == sorted(decayed[1])
+    assert torch.linalg.norm(found - expected) < 1e-5 * torch.linalg.norm(expected)
+    assert decayed(theirs) == parameters
+    assert any(type(module).__module__.startswith("fla.layers") for module in theirs.modules())
+
+
+def decayed(model):
+    """The sizes of the parameters that an optimizer lets decay."""
+    return sorted(p.numel() for p in parameter_groups(model, 0.1)[0]["params"])
 
 
 def test_every_field_of_fla_is_known():
