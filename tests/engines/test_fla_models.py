@@ -89,16 +89,18 @@ def test_logits(kind, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mixer", FLA)
-def test_models_of_loss_parity(mixer):
+@pytest.mark.parametrize("mixers", [*FLA, *(f"{mixer},attention" for mixer in FLA)])
+def test_models_of_loss_parity(mixers):
     """They start from the same logits, and decay the same parameters."""
-    ours = new_model(Settings(mixers=mixer, layers=2, hidden_size=32, heads=2, head_dim=16), "torch").eval()
-    theirs = as_fla(ours, mixer).eval()
+    settings = Settings(mixers=mixers, layers=2, hidden_size=32, heads=2, head_dim=16)
+    ours, theirs = new_model(settings, "torch").eval(), as_fla(new_model(settings, "torch")).eval()
     ids = torch.randint(256, (2, 20))
     expected = theirs(ids, use_cache=False).logits
     assert torch.linalg.norm(ours(ids).logits - expected) < 1e-5 * torch.linalg.norm(expected)
     decayed = [[p.numel() for p in parameter_groups(model, 0.1)[0]["params"]] for model in (ours, theirs)]
     assert sorted(decayed[0]) == sorted(decayed[1])
+    layers = {type(module) for module in theirs.modules() if type(module).__module__.startswith("fla.layers")}
+    assert len(layers) == 1
 
 
 def test_every_field_of_fla_is_known():
