@@ -113,6 +113,16 @@ def test_one_rank_is_the_planned_one(alone, name):
     assert torch.equal(device.positions(x.device), planned.positions(x.device))
 
 
+def test_updates_have_the_bounds_that_tokens_have(alone, monkeypatch):
+    """Wrong bounds are moved into the row before they are multiplied. The product of these would wrap around."""
+    context = DeviceContextParallel(alone, torch.tensor([0, 9, 9], dtype=torch.int32), [9])
+    updates = context.times(2)
+    monkeypatch.setattr(DeviceContextParallel, "_checked", lambda context, cu_seqlens: cu_seqlens)  # as on a GPU
+    context.write(torch.tensor([0, 2**30 + 5, 9], dtype=torch.int32))
+    assert context.cut.row.tolist() == [0, 9, 9]
+    assert updates.cut.row.tolist() == [0, 18, 18]
+
+
 def of_three(monkeypatch, received=0.0):
     """Lets this process be the second of three, which gets this number from others. Returns a list of what it sends."""
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)

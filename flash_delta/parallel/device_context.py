@@ -115,7 +115,7 @@ class DeviceContextParallel(ContextParallel):
         for old, new in zip(self.cut, cut_row(self._checked(cu_seqlens), self._starts, self.rank), strict=True):
             old.copy_(new)
         for n, other in self._multiples.items():
-            other.write(n * cu_seqlens)
+            other.write(n * self.cut.row)
 
     def _checked(self, cu_seqlens: Tensor) -> Tensor:
         """The bounds on the context's device. Their values are checked if they are on the host."""
