@@ -99,6 +99,14 @@ def test_write_refuses(alone, bounds, message):
         DeviceContextParallel(alone, torch.tensor([0, 4, 9]), [9]).write(bounds)
 
 
+@pytest.mark.parametrize("name", ["gdn", "attention"])
+def test_tokens_on_another_device_are_refused(alone, name):
+    layer = LAYERS[name]().to("meta")
+    x = torch.empty(1, 9, layer.hidden_size, dtype=torch.float64, device="meta")
+    with pytest.raises(ValueError, match="cp_context: expected bounds on meta like the tokens, got some on cpu"):
+        layer(x, cp_context=DeviceContextParallel(alone, torch.tensor([0, 9]), [9]))
+
+
 @pytest.mark.parametrize("name", ["gdn", "gdp", "attention"])
 def test_one_rank_is_the_planned_one(alone, name):
     """To the bit, also after bounds were written, and with padding. Attention computes with a mask."""

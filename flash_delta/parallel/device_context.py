@@ -135,13 +135,13 @@ class DeviceContextParallel(ContextParallel):
         return on_device(bounds, device)
 
     def local_bounds(self, device: torch.device) -> Tensor:
-        return self.cut.bounds
+        return _on(self.cut.bounds, device)
 
     def row_bounds(self, device: torch.device) -> Tensor:
-        return self.cut.row
+        return _on(self.cut.row, device)
 
     def padded_bounds(self, device: torch.device) -> tuple[None, Tensor]:
-        return None, self.cut.padded
+        return None, _on(self.cut.padded, device)
 
     def times(self, n: int) -> "DeviceContextParallel":
         if n == 1:
@@ -159,3 +159,10 @@ class DeviceContextParallel(ContextParallel):
     def halo(self, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int) -> Halo:
         borders = DeviceBorders(self, self.cut, size) if self.size > 1 else None
         return Halo(self, borders, xs, states, size)
+
+
+def _on(bounds: Tensor, device: torch.device) -> Tensor:
+    """The bounds, if they are on the device of the tokens."""
+    if bounds.device != device:
+        raise ValueError(f"cp_context: expected bounds on {device} like the tokens, got some on {bounds.device}")
+    return bounds
