@@ -174,8 +174,7 @@ def _run(trainer: "RunTrainer", out: Path, resume: bool) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(_result(trainer, out))
-    if trainer.is_world_process_zero():
-        trainer.create_model_card()
+    trainer.create_model_card()
     trainer.accelerator.end_training()
 
 
