@@ -65,6 +65,10 @@ def test_the_card_that_is_uploaded_is_the_run_s_own(tmp_path, monkeypatch):
     hub = SimpleNamespace(upload_folder=lambda **folder: uploaded.append(folder["folder_path"]))
     monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub, raising=False)
     monkeypatch.setattr(transformers.trainer, "upload_folder", hub.upload_folder, raising=False)
+    with monkeypatch.context() as other_rank:
+        other_rank.setattr(run, "is_world_process_zero", lambda: False)
+        run.create_model_card()
+    assert not (tmp_path / "run" / "README.md").exists()
     run.push_to_hub(model_name="fox")
     card = (tmp_path / "run" / "README.md").read_text()
     assert [str(folder) for folder in uploaded] == [str(tmp_path / "run")]

@@ -99,6 +99,14 @@ def test_write_refuses(alone, bounds, message):
         DeviceContextParallel(alone, torch.tensor([0, 4, 9]), [9]).write(bounds)
 
 
+@pytest.mark.parametrize("name", ["gdn", "attention"])
+def test_tokens_on_another_device_are_refused(alone, name):
+    layer = LAYERS[name]().to("meta")
+    x = torch.empty(1, 9, layer.hidden_size, dtype=torch.float64, device="meta")
+    with pytest.raises(ValueError, match="cp_context: expected bounds on meta like the tokens, got some on cpu"):
+        layer(x, cp_context=DeviceContextParallel(alone, torch.tensor([0, 9]), [9]))
+
+
 @pytest.mark.parametrize("name", ["gdn", "gdp", "attention"])
 def test_one_rank_is_the_planned_one(alone, name):
     """To the bit, also after bounds were written, and with padding. Attention computes with a mask."""
@@ -111,6 +119,16 @@ def test_one_rank_is_the_planned_one(alone, name):
     limit = 1e-13 if name == "attention" else 0
     torch.testing.assert_close(y, want, rtol=limit, atol=limit)
     assert torch.equal(device.positions(x.device), planned.positions(x.device))
+
+
+def test_updates_have_the_bounds_that_tokens_have(alone, monkeypatch):
+    """Wrong bounds are moved into the row before they are multiplied. The product of these would wrap around."""
+    context = DeviceContextParallel(alone, torch.tensor([0, 9, 9], dtype=torch.int32), [9])
+    updates = context.times(2)
+    monkeypatch.setattr(DeviceContextParallel, "_checked", lambda context, cu_seqlens: cu_seqlens)  # as on a GPU
+    context.write(torch.tensor([0, 2**30 + 5, 9], dtype=torch.int32))
+    assert context.cut.row.tolist() == [0, 9, 9]
+    assert updates.cut.row.tolist() == [0, 18, 18]
 
 
 def of_three(monkeypatch, received=0.0):

@@ -38,6 +38,7 @@ def test_two_contestants_train_the_same(folder):
     records, found = read(out), json.loads((out / "parity.json").read_text())
     assert found == verdict(records)
     assert found["right"] is True
+    assert found["first_run"]["compiled"] is False
     difference = found["pairs"][0]["difference"]
     assert all(0 < difference[name] < 0.1 * found["spread"][name] for name in ("training", "held_out"))
     dtypes = {name: {record["settings"]["dtype"] for record in runs} for name, runs in records.items()}
@@ -58,7 +59,8 @@ def test_records_that_are_there_are_kept(folder):
 
 
 @pytest.mark.parametrize(
-    ("option", "field"), [("--steps=21", "steps"), ("--mixers=kda", "mixers"), ("--layers=2", "layers")]
+    ("option", "field"),
+    [("--steps=21", "steps"), ("--mixers=kda", "mixers"), ("--layers=2", "layers"), ("--compile", "compiled")],
 )
 def test_records_of_other_runs_are_refused(folder, option, field):
     result = parity(*folder[1], option)
@@ -86,7 +88,23 @@ def test_what_cannot_be_compared_is_refused(folder):
     records["flash_delta"][0]["corpus"] = "other"
     with pytest.raises(ValueError, match="records: expected one text and the same settings"):
         verdict(records)
-    for option, value in (("--contestants", "torch,mamba"), ("--mixers", "gla"), ("--mixers", "gdn,kda")):
+    for option, value, name in (
+        ("--contestants", "torch,mamba", "contestants"),
+        ("--mixers", "gla", "mixers"),
+        ("--mixers", "gdn,kda", "mixers"),
+        ("--mixers", "attention", "mixers"),
+        ("--mixers", "gdn,attention", "layers"),
+    ):
         result = parity(*folder[1], option, value)
         assert result.exit_code == 2
-        assert f"{option[2:]}: expected " in result.output
+        assert f"{name}: expected " in result.output
+
+
+def test_records_that_do_not_say_whether_they_were_compiled_are_refused(folder, tmp_path):
+    """Those of earlier versions."""
+    record = json.loads((folder[0] / "torch-0.json").read_text())
+    del record["compiled"]
+    (tmp_path / "torch-0.json").write_text(json.dumps(record))
+    result = parity(tmp_path, *folder[1][1:])
+    assert result.exit_code == 2
+    assert "out: expected records with compiled False" in result.output.replace("\n", " ")

@@ -50,7 +50,7 @@ def train(
     packed: Annotated[bool, typer.Option("--packed", help="A file begins anew inside a window.")] = False,
     context_parallel: Annotated[int, typer.Option(help="Ranks that share every window's tokens.", **COUNT)] = 1,
     head_tail: Annotated[
-        bool, typer.Option("--head-tail", help="Ranks that share a window have parts of its beginning and of its end.")
+        bool, typer.Option("--head-tail", help="Ranks that share windows have parts of their row's start and end.")
     ] = False,
     shard: Annotated[int, typer.Option(help="GPUs that share one copy of the parameters (FSDP2).", **COUNT)] = 1,
     accumulate: Annotated[int, typer.Option(help="Passes per step, one after the other.", **COUNT)] = 1,
@@ -174,8 +174,7 @@ def _run(trainer: "RunTrainer", out: Path, resume: bool) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(_result(trainer, out))
-    if trainer.is_world_process_zero():
-        trainer.create_model_card()
+    trainer.create_model_card()
     trainer.accelerator.end_training()
 
 

@@ -115,7 +115,7 @@ class DeviceContextParallel(ContextParallel):
         for old, new in zip(self.cut, cut_row(self._checked(cu_seqlens), self._starts, self.rank), strict=True):
             old.copy_(new)
         for n, other in self._multiples.items():
-            other.write(n * cu_seqlens)
+            other.write(n * self.cut.row)
 
     def _checked(self, cu_seqlens: Tensor) -> Tensor:
         """The bounds on the context's device. Their values are checked if they are on the host."""
@@ -135,13 +135,13 @@ class DeviceContextParallel(ContextParallel):
         return on_device(bounds, device)
 
     def local_bounds(self, device: torch.device) -> Tensor:
-        return self.cut.bounds
+        return _on(self.cut.bounds, device)
 
     def row_bounds(self, device: torch.device) -> Tensor:
-        return self.cut.row
+        return _on(self.cut.row, device)
 
     def padded_bounds(self, device: torch.device) -> tuple[None, Tensor]:
-        return None, self.cut.padded
+        return None, _on(self.cut.padded, device)
 
     def times(self, n: int) -> "DeviceContextParallel":
         if n == 1:
@@ -159,3 +159,10 @@ class DeviceContextParallel(ContextParallel):
     def halo(self, xs: Sequence[Tensor], states: Sequence[Tensor] | None, size: int) -> Halo:
         borders = DeviceBorders(self, self.cut, size) if self.size > 1 else None
         return Halo(self, borders, xs, states, size)
+
+
+def _on(bounds: Tensor, device: torch.device) -> Tensor:
+    """The bounds, if they are on the device of the tokens."""
+    if bounds.device != device:
+        raise ValueError(f"cp_context: expected bounds on {device} like the tokens, got some on {bounds.device}")
+    return bounds

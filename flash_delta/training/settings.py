@@ -47,7 +47,7 @@ class Layout:
     accumulate: int = 1  # passes per step, one after the other
     activation_checkpointing: bool = False  # save only a layer's input, and run the layer again for its gradients
     compile: bool = False  # blocks, by torch.compile
-    head_tail: bool = False  # with context_parallel: a rank has a part of the window's beginning and one of its end
+    head_tail: bool = False  # with context_parallel: a rank has two parts of the row, from its beginning and its end
 
 
 def write_run(folder: str | Path, settings: Settings, corpus: Summary) -> None:

@@ -128,10 +128,11 @@ class RunTrainer(Trainer):
         super().log(logs, start_time)
 
     def create_model_card(self, model_name: str | None = None, **facts: Any) -> None:
-        """Writes the card of this run, which `push_to_hub` uploads. It takes no other facts than those of the run."""
+        """Writes the run's card on the first rank; `push_to_hub` uploads it. It takes no other facts than the run's."""
         if facts:
             raise ValueError(f"{', '.join(facts)}: expected nothing, as a run's card has facts of the run, got values")
-        write_card(self.args.output_dir, self.model, self.settings, self.corpus, self.state, model_name)
+        if self.is_world_process_zero():
+            write_card(self.args.output_dir, self.model, self.settings, self.corpus, self.state, model_name)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple:
         """The sum of nats and the number of targets, in place of logits and labels, for a mean over all targets."""

@@ -52,7 +52,9 @@ def parity(
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"{option}: expected among {', '.join(known)}, got {', '.join(unknown)}")
     if len({*kinds} - {ATTENTION}) != 1:
-        raise ValueError(f"mixers: expected {' or '.join(FLA)} once, beside attention at most, got {mixers}")
+        raise ValueError(f"mixers: expected {' or '.join(FLA)}, and nothing else but attention, got {mixers}")
+    if layers < len(kinds):
+        raise ValueError(f"layers: expected at least the {len(kinds)} that mixers lists, got {layers}")
     texts = tuple(str(path.absolute()) for path in paths or ())
     sizes = {"layers": layers, "hidden_size": heads * head_dim, "heads": heads, "head_dim": head_dim}
     shape = {"steps": steps, "checkpoint_every": steps, "batch_size": batch_size, "seq_len": seq_len, "lr": 1e-3}

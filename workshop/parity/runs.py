@@ -70,7 +70,7 @@ def require_same(
         "compiled": compiled, "corpus": corpus.summary.digest, "device": _device(device),
         "versions": _versions(contestant),
     }  # fmt: skip
-    kept = found["settings"] | {name: found[name] for name in ("compiled", "corpus", "device", "versions")}
+    kept = found["settings"] | {name: found.get(name) for name in ("compiled", "corpus", "device", "versions")}
     for name, value in wanted.items():
         if json.loads(json.dumps(value)) != kept[name]:
             raise ValueError(f"out: expected records with {name} {value}, or none, got {kept[name]} in {file}")

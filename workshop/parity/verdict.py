@@ -36,10 +36,10 @@ def verdict(records: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "difference": {name: float(value) for name, value in apart.items()},
             "right": all(bool(apart[name] <= spread[name]) for name in spread),
         })  # fmt: skip
-    run = {name: records[first][0][name] for name in ("settings", "device", "versions")}
+    run = {name: records[first][0][name] for name in ("settings", "compiled", "device", "versions")}
     seeds = [record["settings"]["seed"] for record in records[first]]
     found = {"spread_of": first, "spread": spread, "pairs": pairs, "right": all(pair["right"] for pair in pairs)}
-    speeds = {name: [run["tokens_per_second"] for run in runs] for name, runs in records.items()}
+    speeds = {name: [record["tokens_per_second"] for record in of_seeds] for name, of_seeds in records.items()}
     return found | {"seeds": seeds, "tokens_per_second": speeds, "first_run": run}
 
 
