@@ -95,8 +95,8 @@ def test_a_row_over_ranks_is_refused():
     class Context:
         tokens, bounds = 140, (0, 140)
 
-        def place(self, numbers, device):
-            return torch.tensor(numbers, device=device)
+        def local_bounds(self, device):
+            return torch.tensor(self.bounds, device=device)
 
         def times(self, n):
             return self
