@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.distributed as dist
 
 # Without a GPU kernels run in Triton's interpreter, on CPU tensors. Triton reads this when a kernel is defined.
 if not torch.cuda.is_available() and find_spec("triton") is not None:
@@ -153,6 +154,15 @@ def process():
 
     with clean_processes(1) as (pool, _):
         yield pool
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A process group of this process."""
+    store = tmp_path_factory.mktemp("alone") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

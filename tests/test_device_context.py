@@ -21,14 +21,6 @@ from flash_delta.parallel.part import Part, runs
 from flash_delta.parallel.split import Split
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    store = tmp_path_factory.mktemp("alone") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_every_cut_is_the_planned_split(seed):
     draw = python_random.Random(seed)

@@ -91,7 +91,7 @@ KERNEL_FILE_LINES, KERNEL_LINES = 400, 120  # what a GPU runs is one function, w
 OVER_BUDGET: dict[str, str] = {}  # path, or path:function -> why
 # The lines of Python and C of what the wheel holds, of the workshop, and of the tests. A change that needs more raises
 # a number here, and its message says by how much and why.
-LINES = {"flash_delta": 44_345, "workshop": 7_794, "tests": 40_134}
+LINES = {"flash_delta": 44_345, "workshop": 7_794, "tests": 40_127}
 
 
 def room(path: Path) -> str:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from parallel_ranks import Heads, LayerSplit, Split, global_inputs, heads_inputs, layer_inputs, states_of, work
 from tiny_layers import DELTA_LAYERS, D, random
@@ -274,14 +273,6 @@ def test_heads_that_do_not_divide_are_refused():
         tensor_parallel_plan(gla)[""]._apply(gla, SimpleNamespace(size=lambda: 4))
     with pytest.raises(ValueError, match=r"layer: expected a layer of flash_delta\.layers, got Linear"):
         tensor_parallel_plan(torch.nn.Linear(2, 2))
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    store = tmp_path_factory.mktemp("alone") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def inputs(T):

@@ -16,7 +16,7 @@ from flash_delta.parallel.device_borders import DeviceBorders
 from flash_delta.parallel.device_rule import delta_rule_on_device
 from flash_delta.parallel.halo import Halo
 from flash_delta.parallel.part import host_bounds, on_device, runs
-from flash_delta.parallel.split import Layout
+from flash_delta.parallel.split import Fragments
 from flash_delta.problem import Inputs
 
 
@@ -85,7 +85,7 @@ class DeviceContextParallel(ContextParallel):
         if len(tokens_per_rank) != self.size or any(share < 0 for share in tokens_per_rank) or not sum(tokens_per_rank):
             expected = f"{self.size} numbers of tokens, one per rank, in all at least 1"
             raise ValueError(f"tokens_per_rank: expected {expected}, got {list(tokens_per_rank)}")
-        self._hold(Layout(runs(tokens_per_rank)))
+        self._hold(Fragments(runs(tokens_per_rank)))
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
             got = f"shape {list(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
             raise ValueError(f"cu_seqlens: expected a tensor [N + 1] of at least one sequence, got {got}")
@@ -148,7 +148,7 @@ class DeviceContextParallel(ContextParallel):
             return self
         if n not in self._multiples:
             self._multiples[n] = other = copy(self)
-            other._hold(Layout(runs([n * self.split.tokens(rank) for rank in range(self.size)])))
+            other._hold(Fragments(runs([n * self.split.tokens(rank) for rank in range(self.size)])))
             other._starts = n * self._starts
             other.cut = cut_row(n * self.cut.row, other._starts, self.rank)
         return self._multiples[n]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_delta.parallel.split import Fragment, Layout, Split
+from flash_delta.parallel.split import Fragment, Fragments, Split
 
 
 class Part:
@@ -45,7 +45,7 @@ class Part:
         if self.rank < 0:
             raise ValueError("group: expected a group that this process belongs to, got one without it")
 
-    def _hold(self, split: Layout) -> None:
+    def _hold(self, split: Fragments) -> None:
         self.split, self.tokens = split, split.tokens(self.rank)
         self._multiples: dict[int, Any] = {}  # of `times`
 

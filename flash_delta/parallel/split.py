@@ -32,7 +32,7 @@ class Piece(NamedTuple):
         return self.place > 0
 
 
-class Layout:
+class Fragments:
     """The fragments of every rank, in the order in which it has them. It knows nothing of sequences."""
 
     def __init__(self, fragments: Sequence[Sequence[Fragment]]):
@@ -56,7 +56,7 @@ class Layout:
         return sum(stop - start for start, stop in self.fragments[rank])
 
 
-class Split(Layout):
+class Split(Fragments):
     """The bounds [N + 1] of the sequences, and the fragments that cut them into pieces."""
 
     def __init__(self, cu_seqlens: tuple[int, ...], fragments: Sequence[Sequence[Fragment]]):
